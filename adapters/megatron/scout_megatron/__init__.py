@@ -1,0 +1,1 @@
+"""SCOUT adapter for megatron."""

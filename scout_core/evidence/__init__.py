@@ -1,0 +1,1 @@
+"""The edges that observe a training process: tensors, collectives, shared memory, clocks."""

@@ -1,0 +1,1 @@
+"""Attach SCOUT to a training process: the Framework protocol, the session, plain PyTorch."""

@@ -1,0 +1,1 @@
+"""Faults on purpose: injection as data, drills, campaigns, simulations."""

@@ -1,0 +1,1 @@
+"""Torch-free agent processes that outlive a frozen trainer long enough to name the culprit."""

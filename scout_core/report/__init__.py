@@ -1,0 +1,1 @@
+"""Where incidents and events go: JSON lines, console, metrics, pages."""

@@ -1,0 +1,87 @@
+"""Events and incidents as JSON lines in the run's folder: the one log SCOUT writes.
+
+Needs no torch and no pydantic, because observer processes write here too.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import pathlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from scout_core.decision.incident import Incident
+from scout_core.errors import ScoutError
+
+EVENTS = "events.jsonl"
+INCIDENTS = "incidents.jsonl"
+
+
+class RunDir:
+    """The folder of one run. Appending never raises: a full disk must not stop a job.
+
+    Each line is one `write` to a file opened for appending, so processes of a node may share it.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        """Create the folder.
+
+        Raises:
+            ScoutError: the path is a file, or the folder cannot be created or written.
+        """
+        self.path = pathlib.Path(path)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except FileExistsError:
+            raise ScoutError(f"run_dir={self.path} is a file; name a folder") from None
+        except OSError as error:
+            raise ScoutError(
+                f"run_dir={self.path} cannot be created ({error.strerror}); name another folder"
+            ) from None
+        if not os.access(self.path, os.W_OK):
+            raise ScoutError(f"run_dir={self.path} cannot be written; name another folder")
+        self.lost = 0
+        """Lines that could not be written."""
+
+    def emit(self, event: str, *, rank: int, step: int, **fields: Any) -> None:
+        """Append one event: a fixed name and fields with their units in the name."""
+        self._append(EVENTS, {"time": now(), "event": event, "rank": rank, "step": step, **fields})
+
+    def report(self, incident: Incident) -> None:
+        """Append one incident."""
+        self._append(INCIDENTS, incident.to_json())
+
+    def events(self) -> list[dict[str, Any]]:
+        """Read the events back, oldest first."""
+        return list(_read(self.path / EVENTS))
+
+    def incidents(self) -> list[Incident]:
+        """Read the incidents back, oldest first."""
+        return [Incident.from_json(record) for record in _read(self.path / INCIDENTS)]
+
+    def _append(self, name: str, record: dict[str, Any]) -> None:
+        line = json.dumps(record, default=str) + "\n"
+        try:
+            handle = os.open(self.path / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            try:
+                os.write(handle, line.encode())
+            finally:
+                os.close(handle)
+        except OSError as error:
+            self.lost += 1
+            if self.lost == 1:
+                print(f"scout: {self.path / name} cannot be written: {error}", file=sys.stderr)
+
+
+def now() -> str:
+    """UTC time, ISO 8601, milliseconds."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
+
+
+def _read(path: pathlib.Path) -> Iterator[dict[str, Any]]:
+    if path.exists():
+        with path.open() as lines:
+            yield from (json.loads(line) for line in lines)
