@@ -1,0 +1,32 @@
+"""Entry point of the `scout` command. Each subcommand lives in a module of its own.
+
+Modules that need torch or matplotlib import them inside their functions, so that `scout --help`
+and the offline commands start at once.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from scout_core.cli import coverage, output
+from scout_core.errors import ScoutError
+
+app = typer.Typer(
+    name="scout",
+    help="Which rank is at fault, and which checkpoint can be trusted.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command("coverage")(coverage.coverage)
+
+
+def main() -> None:
+    """Run `scout`; a mistake of the user is one line on stderr and exit code 2."""
+    try:
+        app()
+    except ScoutError as error:
+        print(f"scout: {error}", file=sys.stderr)
+        sys.exit(output.BAD_USAGE)
