@@ -15,11 +15,17 @@ from scout_core.errors import ScoutError
 
 app = typer.Typer(
     name="scout",
-    help="Which rank is at fault, and which checkpoint can be trusted.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+@app.callback()
+def _root() -> None:
+    """Which rank is at fault, and which checkpoint can be trusted."""
+
+
 app.command("coverage")(coverage.coverage)
 
 
