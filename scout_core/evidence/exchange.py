@@ -1,0 +1,231 @@
+"""Gather and broadcast evidence: over gloo groups of SCOUT's own, or between threads in tests.
+
+Every rank of a group makes the same calls in the same order. Nothing here uses the training
+communicator (DESIGN rule 5.2), and every wait ends at a deadline.
+"""
+
+from __future__ import annotations
+
+import datetime
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+Ranks = tuple[int, ...]
+
+
+class Exchange(Protocol):
+    """How the ranks of a job tell each other what they saw."""
+
+    @property
+    def rank(self) -> int:
+        """Global rank of this process."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks in the job."""
+
+    def join(self, groups: Iterable[Ranks]) -> None:
+        """Prepare groups that contain this rank; all members call it in the same order."""
+
+    def all_gather(self, payload: bytes, ranks: Ranks) -> list[bytes]:
+        """Return the payload of every member, in the order of `ranks` (ascending global ranks)."""
+
+    def all_reduce_max(self, values: Sequence[int]) -> list[int]:
+        """Return the element-wise maximum over all ranks of the job."""
+
+    def broadcast(self, tensor: torch.Tensor, source: int, ranks: Ranks) -> None:
+        """Overwrite `tensor` (contiguous, same shape and dtype everywhere) with the source's."""
+
+    def barrier(self, ranks: Ranks) -> None:
+        """Return when every member has called it."""
+
+    def close(self) -> None:
+        """Give the groups back."""
+
+
+class GroupExchange:
+    """Exchange over process groups: gloo for bytes, the training backend for device tensors."""
+
+    def __init__(self, device: torch.device, timeout_s: float) -> None:
+        """Create the job-wide group; a collective call.
+
+        Args:
+            device: where the tensors of `broadcast` live.
+            timeout_s: deadline of each collective; a late peer is a RuntimeError here.
+        """
+        self._timeout = datetime.timedelta(seconds=timeout_s)
+        self._device = device
+        self._control: dict[Ranks, dist.ProcessGroup] = {}
+        self._data: dict[Ranks, dist.ProcessGroup] = {}
+        world = tuple(range(dist.get_world_size()))
+        self._world = world
+        self.join([world])
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank()
+
+    @property
+    def world_size(self) -> int:
+        return len(self._world)
+
+    def join(self, groups: Iterable[Ranks]) -> None:
+        for ranks in groups:
+            if len(ranks) > 1 and ranks not in self._control:
+                self._control[ranks] = self._new_group(ranks, "gloo")
+                if self._device.type != "cpu":
+                    self._data[ranks] = self._new_group(ranks, None)
+
+    def all_gather(self, payload: bytes, ranks: Ranks) -> list[bytes]:
+        if len(ranks) == 1:
+            return [payload]
+        group = self._control[ranks]
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in ranks]
+        dist.all_gather(sizes, torch.tensor([len(payload)]), group=group)
+        lengths = [int(size) for size in sizes]
+        mine = torch.zeros(max(1, *lengths), dtype=torch.uint8)
+        if payload:
+            mine[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+        parts = [torch.empty_like(mine) for _ in ranks]
+        dist.all_gather(parts, mine, group=group)
+        return [
+            part[:length].numpy().tobytes() for part, length in zip(parts, lengths, strict=True)
+        ]
+
+    def all_reduce_max(self, values: Sequence[int]) -> list[int]:
+        total = torch.tensor(list(values), dtype=torch.int64)
+        if self.world_size > 1:
+            dist.all_reduce(total, dist.ReduceOp.MAX, group=self._control[self._world])
+        return [int(value) for value in total]
+
+    def broadcast(self, tensor: torch.Tensor, source: int, ranks: Ranks) -> None:
+        if len(ranks) > 1:
+            groups = self._control if tensor.device.type == "cpu" else self._data
+            dist.broadcast(_as_bytes(tensor), source, group=groups[ranks])
+
+    def barrier(self, ranks: Ranks) -> None:
+        self.all_gather(b"", ranks)
+
+    def close(self) -> None:
+        for group in (*self._control.values(), *self._data.values()):
+            dist.destroy_process_group(group)
+        self._control.clear()
+        self._data.clear()
+
+    def _new_group(self, ranks: Ranks, backend: str | None) -> dist.ProcessGroup:
+        group = dist.new_group(
+            list(ranks), timeout=self._timeout, backend=backend, use_local_synchronization=True
+        )
+        assert isinstance(group, dist.ProcessGroup)
+        return group
+
+
+class LocalExchange:
+    """Exchange between threads of one process, for tests that are not about transport."""
+
+    def __init__(self, rank: int, hall: LocalHall) -> None:
+        self._rank = rank
+        self._hall = hall
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
+    def world_size(self) -> int:
+        return self._hall.world_size
+
+    def join(self, groups: Iterable[Ranks]) -> None:
+        return None
+
+    def all_gather(self, payload: bytes, ranks: Ranks) -> list[bytes]:
+        return self._hall.meet(self._rank, ranks, payload)
+
+    def all_reduce_max(self, values: Sequence[int]) -> list[int]:
+        everyone = tuple(range(self.world_size))
+        rows = self._hall.meet(self._rank, everyone, list(values))
+        return [max(column) for column in zip(*rows, strict=True)]
+
+    def broadcast(self, tensor: torch.Tensor, source: int, ranks: Ranks) -> None:
+        copies = self._hall.meet(self._rank, ranks, tensor.detach().clone())
+        with torch.no_grad():
+            tensor.copy_(copies[ranks.index(source)])
+
+    def barrier(self, ranks: Ranks) -> None:
+        self._hall.meet(self._rank, ranks, None)
+
+    def close(self) -> None:
+        return None
+
+
+class LocalHall:
+    """Where the threads of a `LocalExchange` meet."""
+
+    def __init__(self, world_size: int, timeout_s: float = 20.0) -> None:
+        self.world_size = world_size
+        self._timeout_s = timeout_s
+        self._arrived: dict[tuple[Ranks, int], dict[int, Any]] = {}
+        self._turns: dict[tuple[Ranks, int], int] = {}
+        self._changed = threading.Condition()
+
+    def meet(self, rank: int, ranks: Ranks, value: Any) -> list[Any]:
+        """Return the values of all members.
+
+        Raises:
+            TimeoutError: a member did not come.
+        """
+        with self._changed:
+            turn = self._turns.get((ranks, rank), 0)
+            self._turns[ranks, rank] = turn + 1
+            here = self._arrived.setdefault((ranks, turn), {})
+            here[rank] = value
+            self._changed.notify_all()
+            if not self._changed.wait_for(lambda: len(here) == len(ranks), self._timeout_s):
+                late = sorted(set(ranks) - set(here))
+                raise TimeoutError(f"ranks {late} did not come within {self._timeout_s} s")
+            return [here[member] for member in ranks]
+
+
+def run_threads(
+    world_size: int, body: Callable[[LocalExchange], Any], timeout_s: float = 20.0
+) -> list[Any]:
+    """Call `body(exchange)` once per rank, each in a thread, and return the results in rank order.
+
+    Raises:
+        Exception: the first rank's exception, by rank.
+        TimeoutError: a rank did not return in time.
+    """
+    hall = LocalHall(world_size, timeout_s)
+    results: dict[int, Any] = {}
+    errors: dict[int, BaseException] = {}
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = body(LocalExchange(rank, hall))
+        except BaseException as error:  # noqa: BLE001 -- raised again in the calling thread
+            errors[rank] = error
+
+    threads = [threading.Thread(target=run, args=(r,), daemon=True) for r in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout_s)
+    if errors:
+        raise errors[min(errors)]
+    if len(results) < world_size:
+        late = sorted(set(range(world_size)) - set(results))
+        raise TimeoutError(f"ranks {late} did not return within {timeout_s} s")
+    return [results[rank] for rank in range(world_size)]
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """View as bytes: backends then need not know the dtype (fp8, bool, complex)."""
+    assert tensor.is_contiguous()
+    flat = tensor.detach().reshape(-1)
+    if flat.dtype in (torch.float32, torch.float64, torch.int64, torch.uint8):
+        return flat
+    return flat.view(torch.uint8)
