@@ -1,0 +1,364 @@
+"""The calibrated straggler rule: what names a slow rank (SPEC section 2, DESIGN section 4).
+
+The paper's statistical rule takes its scale from the one check it judges, and with 3 to 8 peers
+such a scale is often tiny by chance: it flags healthy groups in about half of all checks. This rule
+departs from it in five places: the scale is pooled over the clean checks of the same recipe, a rank
+is compared with the median of the OTHERS, only slow ranks count, the last three checks must agree,
+and differences below a relative and an absolute floor are nobody's fault.
+
+# Note [Scale]
+The scale is the median absolute deviation of z over the last 64 clean checks, each rank about its
+own median: a rank that is slow all the time has an offset, not a scatter, and cannot hide in the
+scale, not even when it was slow from the first check on. Until there is history, a prior of 3 %
+stands in. A check that looks suspicious waits: it joins the history when it has left the window of
+three and nobody was blamed meanwhile, so that a straggler never counts as noise but a machine that
+became noisy does. Noise that doubles is believed at once (`_window_scale`), and noise that lasts
+over several checks is not averaged away (`_persistence`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from scout_core.decision.consensus import Status, Verdict
+from scout_core.decision.evidence import is_healthy_duration
+from scout_core.errors import ScoutError
+
+WINDOW = 3  # checks whose winsorised mean is judged
+HISTORY = 64  # clean checks whose scatter is the scale
+CONFIRMING = 2  # checks of the window that must each show half of the threshold
+PRIOR_SCALE = 0.03  # of log time; stands in until there is history
+PRIOR_CHECKS = 3  # weight of the prior
+NORMAL = 1.4826  # median absolute deviation -> standard deviation of a normal
+PERSISTENCE_CHECKS = 16  # history needed to see that noise lasts
+FAST = 1.25  # a minority that is this much faster than the median did other work
+SHORTEST_S = 1e-9  # a duration of 0 counts as one nanosecond
+STATE_SCHEMA = "scout.straggler/1"
+
+Array = npt.NDArray[Any]
+
+
+@dataclass
+class _Check:
+    """One check of a recipe: z of each finite rank. `ranks` and `z` have the same order."""
+
+    ranks: tuple[int, ...]
+    z: Array
+    pooled: bool = False
+    """It is part of the history."""
+    blamed: bool = False
+    """Somebody was blamed while it was in the window: it never becomes part of the history."""
+
+
+@dataclass
+class _Recipe:
+    """What the rule remembers of one recipe, oldest first."""
+
+    window: list[_Check] = field(default_factory=list)
+    history: list[_Check] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Noise:
+    """How much z of a healthy rank scatters."""
+
+    scale: float
+    persistence: float
+    """1 for independent checks, sqrt(WINDOW) for noise that lasts longer than the window."""
+    offsets: Array
+    """(N,) median z of each rank."""
+
+    def of_mean(self, checks: int) -> float:
+        """Scale of the mean over that many checks."""
+        return self.scale * min(self.persistence, math.sqrt(checks)) / math.sqrt(checks)
+
+
+class StragglerRule:
+    """Name the ranks that are persistently slower than their peers.
+
+    One instance serves one peer group; each kind of timed work is a recipe with its own history.
+    Feed every check, clean or not. All members of a group that feed the same durations hold the
+    same state, so each decides alike without a coordinator.
+    """
+
+    def __init__(
+        self,
+        kappa: float = 5.0,
+        *,
+        relative_floor: float = 0.05,
+        absolute_floor_s: float = 50e-6,
+    ) -> None:
+        """Set the sensitivity.
+
+        Args:
+            kappa: > 0, threshold in scales; one more is used in a group of 3.
+            relative_floor: a rank less than this fraction slower than the others is not slow.
+            absolute_floor_s: nor is one that loses less than this many seconds.
+
+        Raises:
+            ScoutError: kappa is not positive, or a floor is negative or not finite.
+        """
+        if not (kappa > 0 and math.isfinite(kappa)):
+            raise ScoutError(
+                f"kappa={kappa} of StragglerRule must be a finite number > 0; "
+                "5 is the calibrated choice, larger is less sensitive"
+            )
+        for name, value in (
+            ("relative_floor", relative_floor),
+            ("absolute_floor_s", absolute_floor_s),
+        ):
+            if not is_healthy_duration(value):
+                raise ScoutError(f"{name}={value} of StragglerRule must be a finite number >= 0")
+        self.kappa = kappa
+        self.relative_floor = relative_floor
+        self.absolute_floor_s = absolute_floor_s
+        self._recipes: dict[str, _Recipe] = {}
+
+    def update(self, recipe: str, durations_s: Mapping[int, float]) -> Verdict:
+        """Judge one more check.
+
+        Args:
+            recipe: name of the timed work; only checks of the same recipe are compared.
+            durations_s: seconds by GLOBAL RANK, one per member of the peer group, each the
+                fastest of several repeats. A duration that is not finite or is negative is
+                never healthy.
+
+        Returns:
+            A verdict whose `outliers` are GLOBAL RANKS, not positions. ATTRIBUTED after at least
+            two slow checks out of three, and at once for a duration that is not finite.
+            INCONCLUSIVE when a check is suspicious and not yet confirmed (repeat it), when no
+            strict majority is faster than the slow ranks, or when the group is smaller than 3.
+
+        Raises:
+            ScoutError: no duration was given.
+        """
+        if not durations_s:
+            raise ScoutError("an empty peer group cannot be compared; pass one duration per rank")
+        size = len(durations_s)
+        if size == 1:
+            return _inconclusive("a group of 1 has nothing to compare with")
+        broken = {r for r, t in durations_s.items() if not is_healthy_duration(t)}
+        ranks = tuple(sorted(durations_s.keys() - broken))
+        if 2 * len(broken) >= size:
+            return _inconclusive(f"{len(broken)} of {size} durations are not finite times")
+        if len(ranks) < 2:
+            return Verdict(Status.ATTRIBUTED, frozenset(broken))
+        times = np.array([max(durations_s[r], SHORTEST_S) for r in ranks])
+        verdict = self._judge(self._recipes.setdefault(recipe, _Recipe()), ranks, times)
+        if broken and verdict.status is not Status.ATTRIBUTED:
+            return Verdict(Status.ATTRIBUTED, frozenset(broken))
+        return _strict_minority(verdict.outliers | broken, size) if broken else verdict
+
+    def slowdowns(self, recipe: str) -> dict[int, float]:
+        """Return by global rank how many times the others' duration its last checks took."""
+        window = self._recipes.get(recipe, _Recipe()).window
+        if not window:
+            return {}
+        ranks = window[-1].ranks
+        recent = np.median(_matrix(window, ranks), axis=0)
+        return {rank: float(np.exp(z)) for rank, z in zip(ranks, recent, strict=True)}
+
+    def state(self) -> dict[str, Any]:
+        """Return everything the rule remembers, as JSON values."""
+        recipes = {
+            name: {"window": _plain(memory.window), "history": _plain(memory.history)}
+            for name, memory in self._recipes.items()
+        }
+        return {"schema": STATE_SCHEMA, "recipes": recipes}
+
+    @classmethod
+    def from_state(
+        cls, state: Mapping[str, Any], kappa: float = 5.0, **floors: float
+    ) -> StragglerRule:
+        """Continue from what `state` returned; sensitivity is given anew.
+
+        Raises:
+            ScoutError: not such a state.
+        """
+        rule = cls(kappa, **floors)
+        if state.get("schema") != STATE_SCHEMA:
+            raise ScoutError(
+                f"straggler state has schema {state.get('schema')!r}, not {STATE_SCHEMA!r}; "
+                "start without it"
+            )
+        try:
+            for name, memory in state["recipes"].items():
+                parts = (_checks(memory["window"]), _checks(memory["history"]))
+                rule._recipes[name] = _Recipe(*parts)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ScoutError(
+                f"straggler state cannot be read ({error!r}); start without it"
+            ) from error
+        return rule
+
+    def _judge(self, memory: _Recipe, ranks: tuple[int, ...], times: Array) -> Verdict:
+        check = _Check(ranks, np.round(log_ratio_to_others(times), 6))
+        _advance(memory, check)
+        noise = _noise(memory.history, ranks)
+        window = _matrix(memory.window, ranks)
+        losing = times - np.exp(np.log(times) - check.z) > self.absolute_floor_s
+        kappa = self.kappa + (len(ranks) <= 3)
+        slow = self._persistent(window, noise, kappa) & losing
+        single = max(kappa * noise.scale, math.log1p(self.relative_floor))
+        suspects = (check.z > single) & losing
+        if slow.any():
+            verdict = _separated(check, times, slow, math.log1p(self.relative_floor) / 2)
+            for seen in memory.window:
+                seen.blamed |= verdict.status is Status.ATTRIBUTED
+            return verdict
+        if suspects.any():
+            return _inconclusive(_unconfirmed(check, suspects))
+        _admit(memory, check)
+        fast = np.log(times / np.median(times)) < -max(kappa * noise.scale, math.log(FAST))
+        if (fast & (np.median(times) - times > self.absolute_floor_s)).any():
+            return _inconclusive(_too_fast(check, fast))
+        return Verdict(Status.AGREE)
+
+    def _persistent(self, window: Array, noise: _Noise, kappa: float) -> Array:
+        """(N,) True where the winsorised mean of the window is above the threshold."""
+        checks = len(window)
+        floor = math.log1p(self.relative_floor)
+        slow = _above(window, max(kappa * noise.of_mean(checks), floor))
+        if slow.any():
+            recent = _window_scale(window - noise.offsets, slow)
+            if recent > 2 * noise.scale:
+                slow &= _above(window, max(kappa * recent / math.sqrt(checks), floor))
+        return slow
+
+
+def log_ratio_to_others(times: Array) -> Array:
+    """Return log(t / median of the other values) for each of (N,) positive values, N >= 2."""
+    size = len(times)
+    order = np.argsort(times, kind="stable")
+    ascending = times[order]
+    position = np.empty(size, dtype=np.intp)
+    position[order] = np.arange(size)
+    low, high = (size - 2) // 2, (size - 1) // 2
+    middle = ascending[low + (low >= position)] + ascending[high + (high >= position)]
+    ratio: Array = np.log(2 * times / middle)
+    return ratio
+
+
+def _above(window: Array, threshold: float) -> Array:
+    """(N,) for a (checks, N) window. One freak timing cannot carry the mean alone."""
+    half = window > threshold / 2
+    enough: Array = (half.sum(axis=0) >= CONFIRMING) & half[-1]
+    if len(window) < WINDOW:
+        enough &= (window > threshold).all(axis=0)
+    else:
+        enough &= np.minimum(window, 2 * threshold).mean(axis=0) > threshold
+    return enough
+
+
+def _noise(history: Sequence[_Check], ranks: tuple[int, ...]) -> _Noise:
+    """Note [Scale]."""
+    z = _matrix(history, ranks)
+    checks = len(z)
+    if checks < 2:
+        return _Noise(PRIOR_SCALE, 1.0, np.zeros(len(ranks)))
+    offsets = np.median(z, axis=0)
+    centred = z - offsets
+    measured = NORMAL * float(np.median(np.abs(centred))) * math.sqrt(checks / (checks - 1))
+    prior = PRIOR_CHECKS * PRIOR_SCALE**2
+    scale = math.sqrt((prior + (checks - 1) * measured**2) / (PRIOR_CHECKS + checks - 1))
+    return _Noise(scale, _persistence(centred, measured), offsets)
+
+
+def _persistence(centred: Array, scale: float) -> float:
+    """How much less the mean of a window scatters than independence promises; >= 1."""
+    if len(centred) < PERSISTENCE_CHECKS or scale == 0:
+        return 1.0
+    sums = np.cumsum(np.vstack([np.zeros(centred.shape[1]), centred]), axis=0)
+    means = (sums[WINDOW:] - sums[:-WINDOW]) / WINDOW
+    return max(1.0, NORMAL * float(np.median(np.abs(means))) * math.sqrt(WINDOW) / scale)
+
+
+def _window_scale(window: Array, slow: Array) -> float:
+    """Scatter in the window among the ranks that are not slow; 0 when fewer than 2 are left."""
+    others = window[:, ~slow]
+    if others.shape[1] < 2:
+        return 0.0
+    return float(np.sqrt(others.var(axis=1, ddof=1).mean()))
+
+
+def _advance(memory: _Recipe, check: _Check) -> None:
+    memory.window.append(check)
+    for leaving in memory.window[:-WINDOW]:
+        _admit(memory, leaving)
+    del memory.window[:-WINDOW]
+
+
+def _admit(memory: _Recipe, check: _Check) -> None:
+    if not check.pooled and not check.blamed:
+        check.pooled = True
+        memory.history.append(check)
+        del memory.history[:-HISTORY]
+
+
+def _matrix(checks: Sequence[_Check], ranks: tuple[int, ...]) -> Array:
+    """(checks, N) z of these ranks; checks that lack one of them are left out."""
+    rows = [check.z for check in checks if check.ranks == ranks]
+    if len(rows) < len(checks):
+        wanted = set(ranks)
+        rows = [
+            np.array([dict(zip(check.ranks, check.z, strict=True))[rank] for rank in ranks])
+            for check in checks
+            if wanted.issubset(check.ranks)
+        ]
+    return np.array(rows) if rows else np.empty((0, len(ranks)))
+
+
+def _separated(check: _Check, times: Array, slow: Array, margin: float) -> Verdict:
+    """Blame the slow ranks when a strict majority of the group is clearly faster than them."""
+    size = len(times)
+    majority = float(np.sort(times)[size // 2])
+    if size == 2 or (np.log(times[slow] / majority) < margin).any():
+        return _inconclusive(f"no strict majority of {size} ranks is faster than the slow ones")
+    return _strict_minority(_ranks(check, slow), size)
+
+
+def _strict_minority(outliers: frozenset[int], size: int) -> Verdict:
+    if 2 * len(outliers) >= size:
+        return _inconclusive(f"{len(outliers)} of {size} ranks are slow: no strict majority")
+    return Verdict(Status.ATTRIBUTED, outliers)
+
+
+def _ranks(check: _Check, chosen: Array) -> frozenset[int]:
+    return frozenset(check.ranks[i] for i in np.flatnonzero(chosen))
+
+
+def _unconfirmed(check: _Check, suspects: Array) -> str:
+    names = ", ".join(
+        f"rank {check.ranks[i]} ({np.exp(check.z[i]):.2f} times the others)"
+        for i in np.flatnonzero(suspects)
+    )
+    return f"slow in this check, not yet confirmed by a second one: {names}"
+
+
+def _too_fast(check: _Check, fast: Array) -> str:
+    names = ", ".join(str(check.ranks[i]) for i in np.flatnonzero(fast))
+    return f"ranks {names} are much faster: they did other work, or the majority is slow"
+
+
+def _inconclusive(reason: str) -> Verdict:
+    return Verdict(Status.INCONCLUSIVE, reason=reason)
+
+
+def _plain(checks: Sequence[_Check]) -> list[list[Any]]:
+    return [[list(c.ranks), c.z.tolist(), c.pooled, c.blamed] for c in checks]
+
+
+def _checks(plain: Sequence[Sequence[Any]]) -> list[_Check]:
+    checks = []
+    for ranks, z, pooled, blamed in plain:
+        values = np.array(z, dtype=np.float64)
+        if values.shape != (len(ranks),) or not np.isfinite(values).all():
+            raise ValueError(f"{len(ranks)} ranks with {values.size} values")
+        checks.append(_Check(tuple(int(r) for r in ranks), values, bool(pooled), bool(blamed)))
+    return checks
