@@ -155,7 +155,7 @@ class _Walk:
         self._values += 1
         if self._values > _MAX_VALUES or len(self._open) > _MAX_DEPTH:
             raise ScoutError(
-                f"inputs of more than {_MAX_VALUES} values or {_MAX_DEPTH} levels cannot be compared"
+                f"inputs of over {_MAX_VALUES} values or {_MAX_DEPTH} levels cannot be compared"
             )
         if isinstance(value, Tensor):
             self.tensors.append(readable(value))
