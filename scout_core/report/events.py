@@ -27,24 +27,20 @@ class RunDir:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Create the folder.
+        """Create the folder; one that cannot be written loses lines, with one line on stderr.
 
         Raises:
-            ScoutError: the path is a file, or the folder cannot be created or written.
+            ScoutError: the path is a file.
         """
         self.path = pathlib.Path(path)
-        try:
-            self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
-        except FileExistsError:
-            raise ScoutError(f"run_dir={self.path} is a file; name a folder") from None
-        except OSError as error:
-            raise ScoutError(
-                f"run_dir={self.path} cannot be created ({error.strerror}); name another folder"
-            ) from None
-        if not os.access(self.path, os.W_OK):
-            raise ScoutError(f"run_dir={self.path} cannot be written; name another folder")
         self.lost = 0
         """Lines that could not be written."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except (FileExistsError, NotADirectoryError):
+            raise ScoutError(f"run_dir={self.path} is a file; name a folder") from None
+        except OSError as error:
+            self._lose(error)
 
     def emit(self, event: str, *, rank: int, step: int, **fields: Any) -> None:
         """Append one event: a fixed name and fields with their units in the name."""
@@ -71,9 +67,12 @@ class RunDir:
             finally:
                 os.close(handle)
         except OSError as error:
-            self.lost += 1
-            if self.lost == 1:
-                print(f"scout: {self.path / name} cannot be written: {error}", file=sys.stderr)
+            self._lose(error)
+
+    def _lose(self, error: OSError) -> None:
+        self.lost += 1
+        if self.lost == 1:
+            print(f"scout: run_dir={self.path} cannot be written: {error}", file=sys.stderr)
 
 
 def now() -> str:

@@ -1,0 +1,172 @@
+"""In-situ replay of one captured call (Algorithm 2, lines 6-9 and the signatures of 10-11).
+
+The votes around it, and what the gathered evidence means, are in `integration.check` and
+`decision.replay_verdict`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from scout_core.decision.evidence import Signature
+from scout_core.evidence.capture import Arguments, Modes, local_of, tensors_of
+from scout_core.evidence.clock import Clock, Timing
+from scout_core.evidence.folding import signature_of
+from scout_core.evidence.isolate import LeafMaker, Materialised, isolated, plain_leaf
+from scout_core.evidence.rng import RngState
+
+Whole = Callable[[nn.Module], contextlib.AbstractContextManager[Materialised]]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What all peers compute on: the source's arguments and random state."""
+
+    arguments: Arguments
+    tensors: Sequence[torch.Tensor]
+    """In the order of `arguments.tensors`; received from the source."""
+    constants: Sequence[Any]
+    needs_grad: Sequence[bool]
+    rng: RngState
+    modes: Modes
+
+
+@dataclass
+class Replayed:
+    """Evidence of this rank's replays of one call."""
+
+    theta: Signature | None = None
+    """Of the materialised parameters; None for a module without parameters."""
+    outputs: list[dict[str, Signature]] = field(default_factory=list)
+    """Per signed repeat: signatures of "output", "input_grad" and "parameter_grad"."""
+    gather: Timing | None = None
+    """Time to make the parameters whole."""
+    calls: list[Timing] = field(default_factory=list)
+    """Time of forward and backward, per repeat."""
+    finite: bool = True
+    """False when an output or gradient holds a NaN or an infinity."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """How the replay reaches the framework: parameters, leaves, generators, clock."""
+
+    whole: Whole
+    make_leaf: LeafMaker
+    get_rng: Callable[[], RngState]
+    set_rng: Callable[[RngState], None]
+    clock: Clock
+    device: torch.device
+
+
+def replay(module: nn.Module, inputs: Inputs, device: Device, repeats: int) -> Replayed:
+    """Materialise the parameters, then run the real module forward and backward on copies.
+
+    Args:
+        module: live module; it is left exactly as it was (see Note [Isolated module]).
+        repeats: >= 2; the fastest is the time, the first and the last are signed.
+
+    The output's own value is the gradient that enters the backward pass: all peers have it and it
+    needs no second broadcast.
+    """
+    found = Replayed()
+    before = device.get_rng()
+    with contextlib.ExitStack() as stack:
+        entered: list[Materialised] = []
+        found.gather = device.clock.measure(
+            lambda: entered.append(stack.enter_context(device.whole(module)))
+        )
+        leaves = stack.enter_context(isolated(module, entered[0], device.make_leaf))
+        stack.callback(device.set_rng, before)
+        if leaves:
+            found.theta = signature_of(leaves)
+        trainable = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
+        for repeat in range(repeats):
+            _one_repeat(module, inputs, device, trainable, found, repeat in (0, repeats - 1))
+    return found
+
+
+def _one_repeat(
+    module: nn.Module,
+    inputs: Inputs,
+    device: Device,
+    leaves: Mapping[str, nn.Parameter],
+    found: Replayed,
+    sign: bool,
+) -> None:
+    copies = [
+        tensor.clone().requires_grad_(needs)
+        for tensor, needs in zip(inputs.tensors, inputs.needs_grad, strict=True)
+    ]
+    args, kwargs = inputs.arguments.rebuild(copies, inputs.constants)
+    device.set_rng(inputs.rng)
+    call = _Call(
+        module, args, kwargs, [t for t in copies if t.requires_grad], list(leaves.values())
+    )
+    enabled, dtype = inputs.modes.autocast
+    kind = device.device.type
+    with (
+        torch.enable_grad(),
+        torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False),
+    ):
+        found.calls.append(device.clock.measure(call.run))
+    if sign:
+        found.outputs.append(
+            {
+                "output": signature_of(dict(enumerate(call.outputs))),
+                "input_grad": signature_of(dict(enumerate(call.input_grads))),
+                "parameter_grad": signature_of(dict(zip(leaves, call.leaf_grads, strict=True))),
+            }
+        )
+        found.finite = found.finite and all(map(_finite, (*call.outputs, *call.grads)))
+
+
+class _Call:
+    """Forward and backward of one repeat; keeps the results for signing after the clock."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        args: Any,
+        kwargs: Any,
+        inputs: list[torch.Tensor],
+        leaves: list[nn.Parameter],
+    ) -> None:
+        self._entry = module._compiled_call_impl or module.forward
+        self._args, self._kwargs = args, kwargs
+        self._inputs, self._leaves = inputs, leaves
+        self.outputs: list[torch.Tensor] = []
+        self.grads: list[torch.Tensor | None] = []
+
+    def run(self) -> None:
+        self.outputs = tensors_of(self._entry(*self._args, **self._kwargs))
+        roots = [y for y in self.outputs if y.requires_grad]
+        wanted = [*self._inputs, *self._leaves]
+        if roots and wanted:
+            seeds = [y.detach() for y in roots]
+            self.grads = list(torch.autograd.grad(roots, wanted, seeds, allow_unused=True))
+        else:
+            self.grads = [None] * len(wanted)
+
+    @property
+    def input_grads(self) -> list[torch.Tensor | None]:
+        return self.grads[: len(self._inputs)]
+
+    @property
+    def leaf_grads(self) -> list[torch.Tensor | None]:
+        return self.grads[len(self._inputs) :]
+
+
+def _finite(tensor: torch.Tensor | None) -> bool:
+    if tensor is None:
+        return True
+    local = local_of(tensor)
+    if local.dtype.itemsize == 1:
+        local = local.float()  # fp8 has no isfinite
+    return bool(torch.isfinite(local).all())

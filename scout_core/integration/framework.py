@@ -1,0 +1,124 @@
+"""What a training framework must tell SCOUT. Adapters implement `Framework`; the rest is core.
+
+An adapter translates: it finds sites, addresses and the step boundary, and makes parameters whole.
+It holds no rule, starts no process and catches no exception (the session guards every hook).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from torch import nn
+
+from scout_core.decision.topology import LayoutName, Topology
+from scout_core.evidence.capture import Undo
+from scout_core.evidence.isolate import Materialised, plain_leaf
+from scout_core.evidence.rng import RngState, get_rng, set_rng
+
+Role = Literal["hidden", "embedding", "head", "other", "expert"]
+
+
+@dataclass(frozen=True)
+class Site:
+    """One module that can be replayed by itself."""
+
+    name: str
+    """Qualified name in the model; with virtual pipeline stages the chunk is part of it."""
+    module: nn.Module
+    role: Role
+    path_class: str
+    """Equal for sites that run the same code on the same shapes and dtypes."""
+    layout: LayoutName = "dense"
+
+
+@dataclass(frozen=True)
+class StateUnit:
+    """Tensors whose signatures are folded into one for the state audit."""
+
+    name: str
+    tensors: tuple[tuple[str, torch.Tensor], ...]
+    """(qualified name, local tensor) in an order that is the same on all replicas."""
+    layout: LayoutName = "dense"
+
+
+class Framework(Protocol):
+    """The contract between a training framework and the session.
+
+    Methods that take part in collectives say so; all others are local. `enter_whole` is called on
+    all ranks of a sharding group together, because the session votes first.
+    """
+
+    @property
+    def name(self) -> str:
+        """Name for reports: "pytorch", "torchtitan", ..."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where parameters are computed."""
+
+    def topology(self) -> Topology:
+        """Addresses of all ranks; may communicate, once, at start."""
+
+    def sites(self) -> Sequence[Site]:
+        """Modules of this rank that can be replayed, in model order."""
+
+    def uncovered(self) -> Sequence[str]:
+        """What cannot be replayed and why, one sentence each."""
+
+    def optimizers(self) -> Sequence[torch.optim.Optimizer]:
+        """Optimizers that update this rank's parameters."""
+
+    def state_units(self) -> Sequence[StateUnit]:
+        """Parameters and optimizer state that replicas (equal but for d) hold alike, right now."""
+
+    def on_step_end(self, hook: Callable[[], None]) -> Undo:
+        """Call the hook after each optimizer step, once, whatever gradient accumulation does."""
+
+    def whole(self, module: nn.Module) -> contextlib.AbstractContextManager[Materialised]:
+        """Make the module's parameters whole (a collective of its sharding group) and free them."""
+
+    def is_sharded(self, module: nn.Module) -> bool:
+        """Tell whether `whole` communicates, so that its time is a communication time."""
+
+    def make_leaf(self, live: nn.Parameter, whole: torch.Tensor) -> nn.Parameter:
+        """Make the leaf that replay computes with in place of a live parameter."""
+
+    def get_rng(self) -> RngState:
+        """Copy the state of all random generators that modules draw from."""
+
+    def set_rng(self, state: RngState) -> None:
+        """Put a state back."""
+
+
+class FrameworkBase:
+    """Defaults that hold for most frameworks: whole parameters, torch's generators."""
+
+    device: torch.device
+
+    @contextlib.contextmanager
+    def whole(self, module: nn.Module) -> Iterator[Materialised]:
+        yield {}
+
+    def is_sharded(self, module: nn.Module) -> bool:
+        return False
+
+    def make_leaf(self, live: nn.Parameter, whole: torch.Tensor) -> nn.Parameter:
+        return plain_leaf(live, whole)
+
+    def get_rng(self) -> RngState:
+        return get_rng(self.device)
+
+    def set_rng(self, state: RngState) -> None:
+        set_rng(state, self.device)
+
+    def uncovered(self) -> Sequence[str]:
+        return ()
+
+
+def after_each_step(optimizer: torch.optim.Optimizer, hook: Callable[[], None]) -> Undo:
+    """Call the hook after each `optimizer.step()`, through the public optimizer hook."""
+    return optimizer.register_step_post_hook(lambda opt, args, kwargs: hook()).remove

@@ -1,0 +1,121 @@
+"""From a check's result to news for the job: incidents, retired recipes, remarks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from scout_core.decision import narrate, qualification, replay_verdict
+from scout_core.decision.consensus import Status
+from scout_core.decision.incident import Incident
+from scout_core.decision.narrate import Scene
+from scout_core.decision.qualification import Qualification
+from scout_core.decision.straggler import StragglerRule
+from scout_core.decision.topology import LayoutName, Topology
+from scout_core.integration.check import Result, WorkGroups, dissent_finding
+
+
+@dataclass(frozen=True)
+class News:
+    """What one work group tells the job after a check."""
+
+    incidents: tuple[Incident, ...] = ()
+    retire: str = ""
+    """Why the recipe cannot be replayed any more."""
+    remarks: tuple[str, ...] = ()
+    broken: str = ""
+    """An internal error: everybody switches SCOUT off."""
+
+    def __bool__(self) -> bool:
+        return bool(self.incidents or self.retire or self.remarks or self.broken)
+
+    def to_wire(self) -> bytes:
+        """Encode as JSON."""
+        plain = [incident.to_json() for incident in self.incidents]
+        return json.dumps([plain, self.retire, self.remarks, self.broken]).encode()
+
+    @classmethod
+    def from_wire(cls, data: bytes) -> News:
+        """Decode."""
+        incidents, retire, remarks, broken = json.loads(data)
+        return cls(tuple(map(Incident.from_json, incidents)), retire, tuple(remarks), broken)
+
+
+class Interpreter:
+    """Holds what must be remembered between checks: the straggler rule and remarks made once.
+
+    All members of a work group feed it the same results, so all come to the same news.
+    """
+
+    def __init__(
+        self, topology: Topology, devices: Mapping[int, str], rule: StragglerRule, compares: str
+    ) -> None:
+        self._topology = topology
+        self._devices = devices
+        self._rule = rule
+        self._compares = compares
+        self._said: set[str] = set()
+
+    def news(
+        self, result: Result, groups: WorkGroups, layout: LayoutName, known: Qualification
+    ) -> News:
+        """Say what is new after a check.
+
+        Args:
+            known: what was qualified before this check.
+        """
+        scene = Scene(self._topology, layout, result.step, result.site, self._devices)
+        ballot = result.ballot
+        if ballot.broken:
+            return News(broken=ballot.broken)
+        if ballot.retire:
+            return News(retire=ballot.retire)
+        if ballot.dissent:
+            finding = dissent_finding(ballot.dissent, groups.work)
+            return News((narrate.other_work(finding, scene),))
+        if not result.entered:
+            return News()
+        failures = {r: report.missing for r, report in result.reports.items() if report.missing}
+        if failures:
+            shown = "; ".join(f"rank {rank}: {why}" for rank, why in sorted(failures.items()))
+            return News(retire=f"the replay failed on {shown}")
+        armed = result.turn.recipe in known.recipes
+        why = qualification.why_not_reproducible(armed, result.reports)
+        found = [r for r in result.found if not why or r.finding.reason == "SDC_STATE"]
+        incidents = [narrate.sdc(r.finding, r.reproduced, r.repeats, scene) for r in found]
+        incidents += self._new_differences(result, groups, known, scene)
+        if not why:
+            incidents += self._stragglers(result, groups, scene)
+        return News(tuple(incidents), why, self._remarks(result))
+
+    def _new_differences(
+        self, result: Result, groups: WorkGroups, known: Qualification, scene: Scene
+    ) -> list[Incident]:
+        new = result.known.differing_units - known.differing_units
+        if not new:
+            return []
+        return [narrate.state_differs_at_start(sorted(new), groups.work, scene)]
+
+    def _stragglers(self, result: Result, groups: WorkGroups, scene: Scene) -> list[Incident]:
+        incidents = []
+        for peers in groups.peers:
+            times = replay_verdict.durations(result.reports, peers)
+            if len(times) < len(peers):
+                continue
+            recipe = f"{result.turn.recipe}|{result.shapes}|{peers[0]}"
+            verdict = self._rule.update(recipe, times)
+            if verdict.status is Status.ATTRIBUTED:
+                factors = self._rule.slowdowns(recipe)
+                ranks = sorted(verdict.outliers)
+                incidents.append(narrate.straggler(ranks, times, factors, self._compares, scene))
+        return incidents
+
+    def _remarks(self, result: Result) -> tuple[str, ...]:
+        remarks = [result.ballot.remark] if result.ballot.remark else []
+        wild = [rank for rank, report in result.reports.items() if not report.finite]
+        if wild:
+            remarks.append(f"{result.site} gives NaN or infinity on ranks {wild}")
+        new = tuple(remark for remark in remarks if remark not in self._said)
+        self._said |= set(new)
+        return new

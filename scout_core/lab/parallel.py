@@ -1,0 +1,102 @@
+"""Parallelise the drill's model the way a user would: DDP, FSDP2, HSDP, HSDP x TP."""
+
+from __future__ import annotations
+
+import enum
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+from scout_core.decision.topology import Topology
+from scout_core.errors import ScoutError
+from scout_core.lab.model import GPT
+
+
+class Parallelism(enum.StrEnum):
+    """What `scout drill --parallelism` accepts."""
+
+    DDP = "ddp"
+    FSDP2 = "fsdp2"
+    HSDP = "hsdp"  # replicas x shards
+    HSDP_TP = "hsdp_tp"  # replicas x shards x 2 tensor-parallel positions
+
+
+TP_PLAN: dict[str, ParallelStyle] = {
+    "attention.query": ColwiseParallel(),
+    "attention.key": ColwiseParallel(),
+    "attention.value": ColwiseParallel(),
+    "attention.out": RowwiseParallel(),
+    "up": ColwiseParallel(),
+    "down": RowwiseParallel(),
+}
+
+
+def degrees(parallelism: Parallelism, ranks: int) -> dict[str, int]:
+    """Return the degree of each axis.
+
+    Raises:
+        ScoutError: the number of ranks does not factor.
+    """
+    if ranks < 1:
+        raise ScoutError(f"--ranks {ranks} must be >= 1")
+    if parallelism is Parallelism.DDP:
+        return {"d": ranks}
+    if parallelism is Parallelism.FSDP2:
+        return {"s": ranks}
+    tensor = 2 if parallelism is Parallelism.HSDP_TP else 1
+    shards = 2
+    replicas, rest = divmod(ranks, tensor * shards)
+    if rest or not replicas:
+        raise ScoutError(
+            f"--ranks {ranks} cannot be laid out as {parallelism.value}: it needs a multiple of "
+            f"{tensor * shards}; use 4 or 8"
+        )
+    return {"d": replicas, "s": shards, "t": tensor}
+
+
+def topology(parallelism: Parallelism, ranks: int) -> Topology:
+    """Addresses of the drill's job."""
+    return Topology.from_degrees(**degrees(parallelism, ranks))
+
+
+def parallelise(
+    model: GPT, parallelism: Parallelism, ranks: int, device: str = "cpu"
+) -> tuple[nn.Module, DeviceMesh | None]:
+    """Wrap the model; a collective call. Returns the wrapped model and its mesh."""
+    sizes = degrees(parallelism, ranks)
+    if parallelism is Parallelism.DDP:
+        # A fixed bucket order, so that a restarted run is bitwise equal to an uninterrupted one.
+        return DistributedDataParallel(model, find_unused_parameters=True), None
+    names = {"d": "dp_replicate", "s": "dp_shard", "t": "tp"}
+    axes = [axis for axis in "dst" if axis in sizes]
+    if parallelism is not Parallelism.HSDP_TP:
+        axes = [axis for axis in axes if axis != "t"]
+    mesh = init_device_mesh(
+        device,
+        tuple(sizes[axis] for axis in axes),
+        mesh_dim_names=tuple(names[axis] for axis in axes),
+    )
+    if "t" in axes:
+        for layer in model.layers:
+            parallelize_module(layer, mesh["tp"], TP_PLAN)
+    data = mesh["dp_replicate", "dp_shard"] if "d" in axes else mesh["dp_shard"]
+    for layer in model.layers:
+        fully_shard(layer, mesh=data)
+    fully_shard(model, mesh=data)
+    return model, mesh
+
+
+def plain_parameters(model: nn.Module) -> list[torch.Tensor]:
+    """Local parts of all parameters, copied, for comparing two runs bit by bit."""
+    from scout_core.evidence.capture import local_of
+
+    return [local_of(parameter.detach()).clone() for parameter in model.parameters()]
