@@ -48,14 +48,19 @@ def pieces(tensor: Tensor, limit_bytes: int) -> Iterator[Tensor]:
     """
     lazy = tensor.is_conj() or tensor.is_neg()
     if not lazy and tensor.is_contiguous():
-        yield tensor.reshape(-1).view(torch.uint8)
+        yield _flat_bytes(tensor)
     elif tensor.nbytes <= limit_bytes:
         solid = _as_integers(tensor.resolve_conj().resolve_neg() if lazy else tensor)
-        yield solid.contiguous().reshape(-1).view(torch.uint8)
+        yield _flat_bytes(solid.contiguous())
     else:
         per_piece = limit_bytes // tensor[0].nbytes
         for part in torch.split(tensor, per_piece) if per_piece else tensor.unbind():
             yield from pieces(part, limit_bytes)
+
+
+def _flat_bytes(contiguous: Tensor) -> Tensor:
+    """View contiguous memory as bytes; an axis of size 1 may have any stride, so none is kept."""
+    return contiguous.as_strided((contiguous.numel(),), (1,)).view(torch.uint8)
 
 
 def _as_integers(tensor: Tensor) -> Tensor:
