@@ -61,10 +61,14 @@ def digest(tensor: Tensor) -> Tensor:
         rows = [_row_digests(words, tables) for words in _word_blocks(plain)]
         if not rows:
             return torch.zeros((), dtype=torch.int64, device=plain.device)
-        digests = torch.cat(rows)
-        while digests.numel() > 1:
-            digests = _row_digests(digests, tables)
-        return digests.reshape(())
+        return fold(torch.cat(rows), tables)
+
+
+def fold(digests: Tensor, tables: Tables) -> Tensor:
+    """Treat row digests (n,), n >= 1, as words again until one is left; returns it, 0-dim."""
+    while digests.numel() > 1:
+        digests = _row_digests(digests, tables)
+    return digests.reshape(())
 
 
 def fmix(values: Tensor) -> Tensor:
