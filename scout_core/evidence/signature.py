@@ -30,7 +30,7 @@ SCOUT64: Final = "scout64"
 
 _CPU_PIECE_BYTES = 1 << 20  # copied at once of a tensor that is not contiguous
 _MAX_DEPTH = 64
-_MAX_VALUES = 1_000_000
+_MAX_VALUES = 100_000
 
 # Tensor.numpy() would mark the storage as not resizable, and FSDP resizes it at every unshard.
 _PyBUF_READ = 0x100
