@@ -10,7 +10,7 @@ import sys
 
 import typer
 
-from scout_core.cli import coverage, output
+from scout_core.cli import coverage, drill, output
 from scout_core.errors import ScoutError
 
 app = typer.Typer(
@@ -27,6 +27,7 @@ def _root() -> None:
 
 
 app.command("coverage")(coverage.coverage)
+app.command("drill")(drill.drill)
 
 
 def main() -> None:

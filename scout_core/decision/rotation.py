@@ -1,7 +1,8 @@
-"""Which recipe a check replays: a fixed rotation, the same on every rank without a message.
+"""Which recipes a check replays: a fixed rotation, the same on every rank without a message.
 
-A recipe is one path class ("hidden:Block", "embedding", ..., "optimizer"). A cycle is one check of
-every recipe. Inside a recipe the sites take turns, one cycle after the other.
+A recipe is one path class ("hidden:Block", "embedding", ..., "optimizer"). Every check replays one
+repeated layer, whose time is compared, and one other recipe. A cycle has replayed every recipe.
+Inside a recipe the sites take turns, one after the other.
 """
 
 from __future__ import annotations
@@ -13,14 +14,16 @@ from typing import NamedTuple
 from scout_core.errors import ScoutError
 
 OPTIMIZER = "optimizer"
+AUDIT = "audit"  # what a check is called when no recipe can be replayed: state is audited still
+REPEATED = ("hidden", "expert")  # roles of repeated layers
 
 
 class Turn(NamedTuple):
-    """What one check does."""
+    """One replay of a check."""
 
-    check: int  # counts checks from 0
     recipe: str
     round: int  # how often this recipe has had its turn before; picks the site and the source
+    timed: bool  # its time is compared
 
 
 @dataclass(frozen=True)
@@ -33,12 +36,33 @@ class Rotation:
         if len(set(self.recipes)) != len(self.recipes):
             raise ScoutError(f"recipes {self.recipes} repeat a name; each path class has one turn")
 
-    def turn(self, check: int) -> Turn | None:
-        """Return what check number `check` (from 0) does; None when there is nothing to replay."""
-        if not self.recipes:
-            return None
-        rounds, position = divmod(check, len(self.recipes))
-        return Turn(check, self.recipes[position], rounds)
+    @property
+    def repeated(self) -> tuple[str, ...]:
+        """Recipes of repeated layers."""
+        return tuple(name for name in self.recipes if name.startswith(REPEATED))
+
+    @property
+    def others(self) -> tuple[str, ...]:
+        """All other recipes."""
+        return tuple(name for name in self.recipes if not name.startswith(REPEATED))
+
+    @property
+    def cycle_checks(self) -> int:
+        """Checks after which every recipe has been replayed at least once."""
+        return max(len(self.repeated), len(self.others), 1)
+
+    def turns(self, check: int) -> tuple[Turn, ...]:
+        """Return what check number `check` (from 0) replays: at most one recipe of each sort.
+
+        When there are no repeated layers the other recipes are timed instead; when there is
+        nothing to replay, one turn of the recipe AUDIT remains.
+        """
+        turns = []
+        for names, timed in ((self.repeated, True), (self.others, not self.repeated)):
+            if names:
+                round_, position = divmod(check, len(names))
+                turns.append(Turn(names[position], round_, timed))
+        return tuple(turns) or (Turn(AUDIT, check, False),)
 
     def without(self, recipe: str) -> Rotation:
         """Return the rotation after a recipe was retired."""
@@ -58,13 +82,14 @@ def is_due(step: int, interval_steps: int) -> bool:
     return step >= 1 and step % interval_steps == 0
 
 
-def expected_latency_steps(interval_steps: int, recipes: int, sites: int) -> float:
+def expected_latency_steps(interval_steps: int, turns: int, sites: int) -> float:
     """Mean steps from a fault in one site of one recipe to its check.
 
     Args:
+        turns: recipes that share the turns of this sort (`Rotation.repeated` or `.others`).
         sites: modules that share the recipe's turns; 1 for a fault of the rank itself, which every
             replay of the path class shows.
 
-    A fault starts at a random step of the rotation of interval * recipes * sites steps.
+    A fault starts at a random step of the rotation of interval * turns * sites steps.
     """
-    return (interval_steps * recipes * sites + 1) / 2
+    return (interval_steps * turns * sites + 1) / 2

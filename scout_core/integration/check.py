@@ -98,11 +98,14 @@ class Check:
         groups: WorkGroups,
         state_units: StateUnits,
         confirm_repeats: int,
+        audit: bool,
     ) -> None:
+        """Prepare a check; `audit` adds the state audit to the replay."""
         self._exchange = exchange
         self._groups = groups
         self._state_units = state_units
         self._confirm_repeats = confirm_repeats
+        self._audit = audit
 
     def run(
         self, turn: Turn, step: int, subject: Subject, known: Qualification, broken: str = ""
@@ -178,6 +181,8 @@ class Check:
         return dict(zip(self._groups.work, reports, strict=True))
 
     def _with_state(self, report: Report) -> Report:
+        if not self._audit:
+            return report
         units = {unit.name: signature_of(dict(unit.tensors)) for unit in self._state_units()}
         return replace(report, state=units)
 

@@ -85,7 +85,7 @@ class Interpreter:
         found = [r for r in result.found if not why or r.finding.reason == "SDC_STATE"]
         incidents = [narrate.sdc(r.finding, r.reproduced, r.repeats, scene) for r in found]
         incidents += self._new_differences(result, groups, known, scene)
-        if not why:
+        if result.turn.timed and not why:
             incidents += self._stragglers(result, groups, scene)
         return News(tuple(incidents), why, self._remarks(result))
 

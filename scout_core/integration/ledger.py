@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import xxhash
@@ -28,27 +28,30 @@ class Ledger:
         """All incidents, oldest first."""
         return list(self._all)
 
-    def record(self, incident: Incident, recipe: str) -> bool:
+    @property
+    def open(self) -> frozenset[Key]:
+        """Faults that were reported and have not been seen healthy since."""
+        return frozenset(self._open)
+
+    def record(self, incident: Incident, shown_by: str) -> bool:
         """Report a fault unless it is already open; tell whether it was new.
 
         Args:
-            recipe: what showed it; a later clean check of the same recipe clears it.
+            shown_by: what showed it; only a later healthy look at the same thing clears it.
         """
         key = _key(incident)
         if key in self._open:
             return False
-        self._open[key] = recipe
+        self._open[key] = shown_by
         complete = replace(incident, job=self._job, time=now(), id=_id(self._job, incident))
         self._all.append(complete)
         self._on_incident(complete)
         return True
 
-    def clear(self, recipe: str, still: list[Incident]) -> list[Key]:
-        """Close the faults that this recipe showed before and does not show now."""
+    def clear(self, looked_at: frozenset[str], still: Iterable[Incident]) -> list[Key]:
+        """Close and return the faults that one of these things showed before and not now."""
         kept = {_key(incident) for incident in still}
-        gone = [
-            key for key, shown_by in self._open.items() if shown_by == recipe and key not in kept
-        ]
+        gone = [key for key, by in self._open.items() if by in looked_at and key not in kept]
         for key in gone:
             del self._open[key]
         return gone

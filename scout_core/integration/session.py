@@ -15,9 +15,9 @@ import torch
 
 from scout_core.config import ScoutConfig
 from scout_core.decision import rotation
-from scout_core.decision.incident import Incident
+from scout_core.decision.incident import Incident, Kind
 from scout_core.decision.qualification import Qualification
-from scout_core.decision.rotation import OPTIMIZER, Rotation, Turn
+from scout_core.decision.rotation import AUDIT, OPTIMIZER, Rotation, Turn
 from scout_core.decision.straggler import StragglerRule
 from scout_core.decision.topology import GroupCoverage, LayoutName, Topology
 from scout_core.evidence.capture import Undo
@@ -37,7 +37,6 @@ from scout_core.integration.subject import (
 from scout_core.report.events import RunDir
 
 Callback = Callable[[Incident], None]
-AUDIT = "audit"  # what a check is called when no recipe can be replayed: state is audited still
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ class SessionCoverage:
     not_covered: tuple[str, ...]
     """One sentence each."""
     cycle_steps: int
-    """Optimizer steps from one turn of a recipe to its next."""
+    """Optimizer steps after which every recipe has been replayed."""
     compares: str
     """Which time the straggler rule compares."""
 
@@ -63,7 +62,7 @@ class SessionCoverage:
         missing = f"; not covered: {'; '.join(self.not_covered)}" if self.not_covered else ""
         return (
             f"{len(self.groups)} peer group(s) of {'/'.join(map(str, sizes))} can {word}; "
-            f"{len(self.recipes)} recipes, each every {self.cycle_steps} steps{missing}"
+            f"{len(self.recipes)} recipes in a cycle of {self.cycle_steps} steps{missing}"
         )
 
 
@@ -97,10 +96,11 @@ class Session:
         self._callback = fault_callback
         self._clock = clock or clock_for(framework.device)
         self._undo: list[Undo] = []
-        self._subject: Subject | None = None
+        self._subjects: list[Subject] = []
         self._broken = ""
         self._armed = True
         self._closed = False
+        self._in_check = False
         self._checks = 0
         self._steps = 0
         self._known = Qualification()
@@ -134,7 +134,7 @@ class Session:
             found.state_groups,
             self._rotation.recipes,
             tuple(self._not_covered),
-            self._config.interval_steps * max(1, len(self._rotation.recipes)),
+            self._config.interval_steps * self._rotation.cycle_checks,
             self._clock.compares,
         )
 
@@ -142,13 +142,17 @@ class Session:
         """All incidents so far, oldest first; equal on all ranks."""
         return self._ledger.incidents
 
+    @property
+    def has_open_fault(self) -> bool:
+        """A reported fault has not been seen healthy since; equal on all ranks."""
+        return bool(self._ledger.open)
+
     def close(self) -> None:
         """Take every hook away and give SCOUT's groups back; training can go on."""
         if self._closed:
             return
         self._closed = True
-        if self._subject is not None:
-            self._subject.close()
+        self._let_go()
         for undo in reversed(self._undo):
             undo()
         self._exchange.close()
@@ -220,13 +224,16 @@ class Session:
         if self._armed and rotation.is_due(self._steps + 1, self._config.interval_steps):
             self._arm()
 
-    def _next_turn(self) -> Turn:
-        return self._rotation.turn(self._checks) or Turn(self._checks, AUDIT, self._checks)
-
     def _arm(self) -> None:
         """Start recording: the end of the coming step has a check."""
         if not self._broken:
-            self._subject = self._make_subject(self._next_turn())
+            turns = self._rotation.turns(self._checks)
+            self._subjects = [self._make_subject(turn) for turn in turns]
+
+    def _let_go(self) -> None:
+        for subject in self._subjects:
+            subject.close()
+        self._subjects = []
 
     def _make_subject(self, turn: Turn) -> Subject:
         if turn.recipe == OPTIMIZER:
@@ -239,7 +246,7 @@ class Session:
         if not sites:
             return AbsentSubject()
         site = sites[turn.round % len(sites)]
-        repeats = max(2, self._config.timing_repeats)
+        repeats = max(2, self._config.timing_repeats if turn.timed else 0)
         return ModuleSubject(self._framework, site, self._clock, repeats)
 
     def _layout_of(self, turn: Turn) -> LayoutName:
@@ -248,23 +255,28 @@ class Session:
         return name if name in self._groups else "dense"
 
     def _check(self) -> None:
-        turn = self._next_turn()
-        subject = self._subject or AbsentSubject()  # absent: arming failed, and the vote says so
-        self._subject = None
+        turns = self._rotation.turns(self._checks)
+        # Arming failed when there are no subjects; the vote says so.
+        subjects = self._subjects or [AbsentSubject() for _ in turns]
+        self._in_check = True
+        for turn, subject in zip(turns, subjects, strict=True):
+            if self._armed:
+                self._replay(turn, subject, audit=turn is turns[0])
+        self._in_check = False
+        self._let_go()
+        self._checks += 1
+
+    def _replay(self, turn: Turn, subject: Subject, audit: bool) -> None:
         layout = self._layout_of(turn)
         groups = self._groups[layout]
-        check = Check(
-            self._exchange, groups, self._framework.state_units, self._config.confirm_repeats
-        )
-        try:
-            result = check.run(turn, self._steps, subject, self._known, self._broken)
-        finally:
-            subject.close()
-        self._checks += 1
+        repeats = self._config.confirm_repeats
+        check = Check(self._exchange, groups, self._framework.state_units, repeats, audit)
+        result = check.run(turn, self._steps, subject, self._known, self._broken)
+        subject.close()
         news = self._interpret(result, groups, layout)
         speaks = news.broken or self._exchange.rank == groups.work[0]
         told = check.share(news.to_wire() if speaks and news else b"")
-        self._take_in([News.from_wire(part) for part in told], turn)
+        self._take_in([News.from_wire(part) for part in told], result, audit)
 
     def _interpret(self, result: Result, groups: WorkGroups, layout: LayoutName) -> News:
         """Guarded apart, because peers wait for this rank's news even when it has a bug."""
@@ -281,13 +293,16 @@ class Session:
                 self._known = self._known.with_recipe(result.turn.recipe)
         return news
 
-    def _take_in(self, told: Sequence[News], turn: Turn) -> None:
+    def _take_in(self, told: Sequence[News], result: Result, audit: bool) -> None:
         """Act on the job's news; every rank has the same."""
+        turn = result.turn
         incidents = [incident for news in told for incident in news.incidents]
-        for key in self._ledger.clear(turn.recipe, incidents):
-            self._emit("cleared", kind=key[0], ranks=list(key[1] or key[2]))
+        if result.entered:
+            looked_at = frozenset([turn.recipe, result.site, AUDIT if audit else turn.recipe])
+            for key in self._ledger.clear(looked_at, incidents):
+                self._emit("cleared", kind=key[0], ranks=list(key[1] or key[2]))
         for incident in incidents:
-            self._ledger.record(incident, turn.recipe)
+            self._ledger.record(incident, _shown_by(incident, turn.recipe))
         for news in told:
             for remark in news.remarks:
                 self._emit("remark", recipe=turn.recipe, text=remark)
@@ -330,11 +345,8 @@ class Session:
         Inside a check only a collective can have raised: the peers see theirs fail too, so each
         rank switches off by itself. Anywhere else the peers learn of it at the next vote.
         """
-        in_check = self._subject is None and rotation.is_due(
-            self._steps, self._config.interval_steps
-        )
         self._note(error)
-        if in_check:
+        if self._in_check:
             self._disarm(self._broken)
 
     def _note(self, error: Exception) -> None:
@@ -344,9 +356,7 @@ class Session:
 
     def _disarm(self, why: str) -> None:
         self._armed = False
-        if self._subject is not None:
-            self._subject.close()
-            self._subject = None
+        self._let_go()
         self._emit("disarmed", error=why)
         self._say(f"scout: switched off on all ranks after an internal error: {why}")
 
@@ -357,6 +367,13 @@ class Session:
     def _say(self, line: str) -> None:
         if self._exchange.rank == 0:
             self._console(line)
+
+
+def _shown_by(incident: Incident, recipe: str) -> str:
+    """Name what must look healthy before the fault counts as gone."""
+    if incident.reason == "SDC_STATE":
+        return AUDIT
+    return str(incident.evidence["site"]) if incident.kind is Kind.SDC else recipe
 
 
 def _device_name(device: torch.device) -> str:

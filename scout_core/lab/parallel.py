@@ -65,7 +65,8 @@ def degrees(parallelism: Parallelism, ranks: int) -> dict[str, int]:
 
 def topology(parallelism: Parallelism, ranks: int) -> Topology:
     """Addresses of the drill's job."""
-    return Topology.from_degrees(**degrees(parallelism, ranks))
+    sizes = degrees(parallelism, ranks)
+    return Topology.from_degrees(d=sizes.get("d", 1), s=sizes.get("s", 1), t=sizes.get("t", 1))
 
 
 def parallelise(

@@ -1,0 +1,113 @@
+"""`scout drill` and `scout demo`: break a small real job on purpose and see who is named."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+
+from scout_core.cli.output import FOUND_FAULT, Json, console, log, print_json
+
+if TYPE_CHECKING:
+    from scout_core.lab.drill import DrillOutcome, DrillPlan
+
+
+def drill(
+    parallelism: Annotated[str, typer.Option(help="ddp, fsdp2, hsdp or hsdp_tp.")] = "ddp",
+    ranks: Annotated[int, typer.Option(help="Processes on this machine.")] = 4,
+    fault: Annotated[
+        list[str] | None,
+        typer.Option(help="KIND[:rank=..,layer=..,step=..,...]; repeat it for several faults."),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Draws whatever the faults leave open.")] = 0,
+    steps: Annotated[int | None, typer.Option(help="Optimizer steps; default: enough.")] = None,
+    interval: Annotated[int, typer.Option(help="Optimizer steps between two checks.")] = 2,
+    as_json: Json = False,
+) -> None:
+    """Train, inject faults, and compare what SCOUT reports with what was injected."""
+    plan = make_plan(parallelism, ranks, fault or [], seed, steps, interval)
+    from scout_core.lab.drill import run_drill
+
+    log.print(f"drill: {plan.steps} steps of {parallelism} on {ranks} processes", markup=False)
+    outcome = run_drill(plan)
+    if as_json:
+        print_json("drill", payload(outcome))
+    else:
+        show(outcome)
+    if not outcome.passed:
+        raise typer.Exit(FOUND_FAULT)
+
+
+def make_plan(
+    parallelism: str, ranks: int, faults: list[str], seed: int, steps: int | None, interval: int
+) -> DrillPlan:
+    """Check the options and draw what they leave open.
+
+    Raises:
+        ScoutError: an option that cannot be used, with the way out.
+    """
+    from scout_core.errors import ScoutError
+    from scout_core.lab.drill import DrillPlan, draw_fault, steps_needed
+    from scout_core.lab.faults import parse_fault
+    from scout_core.lab.model import GPTConfig
+    from scout_core.lab.parallel import Parallelism
+
+    names = [each.value for each in Parallelism]
+    if parallelism not in names:
+        raise ScoutError(f"--parallelism {parallelism!r} must be one of {', '.join(names)}")
+    for option, value in (("--interval", interval), ("--steps", steps)):
+        if value is not None and value < 1:
+            raise ScoutError(f"{option} {value} must be >= 1")
+    if len(faults) > ranks:
+        raise ScoutError(f"{len(faults)} faults need as many ranks, but --ranks is {ranks}")
+    layers = GPTConfig().layers
+    drawn = []
+    for i, text in enumerate(faults):
+        kind, fixed = parse_fault(text)
+        drawn.append(draw_fault(kind, ranks, layers, seed + 7919 * i, **fixed))
+    return DrillPlan(
+        Parallelism(parallelism),
+        ranks,
+        tuple(drawn),
+        steps or steps_needed(drawn, interval, layers),
+        interval,
+        seed,
+    )
+
+
+def payload(outcome: DrillOutcome) -> dict[str, object]:
+    """The JSON object of a drill."""
+    return {
+        "injected": outcome.injected,
+        "missed": outcome.missed,
+        "false": outcome.false,
+        "incidents": [incident.to_json() for incident in outcome.incidents],
+        "coverage": outcome.coverage,
+        "loss": outcome.loss,
+        "overhead": outcome.overhead,
+    }
+
+
+def show(outcome: DrillOutcome) -> None:
+    """Print the table of a drill."""
+    table = Table(title="Injected faults", title_justify="left")
+    for name in ("kind", "rank", "layer", "surface", "magnitude", "step", "found", "latency"):
+        table.add_column(name)
+    for row in outcome.injected:
+        latency = "-" if row["latency_steps"] is None else f"{row['latency_steps']} steps"
+        cells = [row[name] for name in ("kind", "rank", "layer", "surface", "magnitude", "step")]
+        table.add_row(*map(str, cells), "yes" if row["found"] else "NO", latency)
+    console.print(table)
+    for incident in outcome.incidents:
+        console.print(f"{incident.kind.value}: {incident.message}", markup=False)
+    for wrong in outcome.false:
+        console.print(f"FALSE: {wrong['message']}", markup=False)
+    if outcome.overhead:
+        cost = outcome.overhead
+        console.print(
+            f"a check costs {cost['check_s'] / cost['step_s']:.2f} steps: "
+            f"{cost['measured']:.1%} of training measured, {cost['model']:.1%} by V/(I*N)"
+        )
+    verdict = "all injected faults found, nothing else" if outcome.passed else "NOT as injected"
+    console.print(f"{verdict}; loss {outcome.loss[0]:.2f} -> {outcome.loss[-1]:.2f}")

@@ -1,0 +1,233 @@
+"""The drill: train a small real model on several processes, break it, and see who is named."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from scout_core.config import ScoutConfig
+from scout_core.decision.consensus import Status
+from scout_core.decision.incident import Incident, Kind
+from scout_core.errors import ScoutError
+from scout_core.evidence.exchange import GroupExchange
+from scout_core.integration.models import Patterns
+from scout_core.integration.pytorch import PyTorch
+from scout_core.integration.session import Session, print_line
+from scout_core.lab.faults import FaultAt, Target, inject
+from scout_core.lab.model import GPT, GPTConfig, Text, loss_of
+from scout_core.lab.parallel import Parallelism, parallelise, topology
+from scout_core.report.events import RunDir
+
+SHOWN_AS = {
+    "sdc": (Kind.SDC,),
+    "gradient": (Kind.SDC,),
+    "straggler": (Kind.STRAGGLER,),
+    "hang": (Kind.HANG, Kind.PROCESS_DEAD, Kind.INPUT_STALL),
+}
+"""Kinds of incident that a fault of each kind may be reported as."""
+
+
+@dataclass(frozen=True)
+class DrillPlan:
+    """One drill."""
+
+    parallelism: Parallelism
+    ranks: int
+    faults: tuple[FaultAt, ...]
+    steps: int
+    interval_steps: int = 2
+    seed: int = 0
+    batch: int = 4
+    model: GPTConfig = field(default_factory=GPTConfig)
+    timeout_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        topology(self.parallelism, self.ranks)
+        if len({fault.rank for fault in self.faults}) > self.ranks:
+            raise ScoutError(f"{len(self.faults)} faulty ranks, but only {self.ranks} ranks")
+        for fault in self.faults:
+            if not 0 <= fault.rank < self.ranks:
+                raise ScoutError(
+                    f"--fault rank={fault.rank} does not exist with --ranks {self.ranks}; "
+                    f"use 0..{self.ranks - 1}"
+                )
+            if not 0 <= fault.layer < self.model.layers:
+                raise ScoutError(
+                    f"--fault layer={fault.layer} does not exist; the model has layers "
+                    f"0..{self.model.layers - 1}"
+                )
+
+
+@dataclass(frozen=True)
+class DrillOutcome:
+    """What was injected, what was reported, and what it cost."""
+
+    injected: list[dict[str, Any]]
+    """Each fault with `found` and `latency_steps` (None when missed)."""
+    missed: list[dict[str, Any]]
+    false: list[dict[str, Any]]
+    """Incidents that name somebody no fault explains."""
+    incidents: list[Incident]
+    coverage: str
+    loss: list[float]
+    """Mean training loss of rank 0, per step."""
+    overhead: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def passed(self) -> bool:
+        """Every injected fault was found and nothing else was."""
+        return not self.missed and not self.false
+
+
+@dataclass(frozen=True)
+class RankResult:
+    """What one rank brings home."""
+
+    incidents: list[Incident]
+    coverage: str
+    loss: list[float]
+    plain_s: list[float]
+    checked_s: list[float]
+    recipes: int
+
+
+def run_drill(plan: DrillPlan) -> DrillOutcome:
+    """Run the plan on gloo processes of this machine and compare reports with faults.
+
+    Raises:
+        RankFailed: a process died or was late for another reason than its fault.
+    """
+    from scout_core.testing import run_ranks
+
+    with tempfile.TemporaryDirectory(prefix="scout-drill-") as folder:
+        results = run_ranks(plan.ranks, drill_rank, plan, folder, timeout_s=plan.timeout_s)
+    return judge(plan, results[0])
+
+
+def judge(plan: DrillPlan, seen: RankResult) -> DrillOutcome:
+    """Match incidents with faults: each fault needs an incident that names its rank."""
+    injected = []
+    for fault in plan.faults:
+        hit = next((i for i in seen.incidents if _explains(fault, i)), None)
+        latency = None if hit is None else hit.step - fault.step
+        injected.append({**asdict(fault), "found": hit is not None, "latency_steps": latency})
+    false = [
+        incident.to_json()
+        for incident in seen.incidents
+        if incident.status is Status.ATTRIBUTED
+        and not all(
+            any(_explains(fault, incident) and fault.rank == rank for fault in plan.faults)
+            for rank in incident.culprit_ranks
+        )
+    ]
+    return DrillOutcome(
+        injected,
+        [row for row in injected if not row["found"]],
+        false,
+        seen.incidents,
+        seen.coverage,
+        seen.loss,
+        _overhead(plan, seen),
+    )
+
+
+def _explains(fault: FaultAt, incident: Incident) -> bool:
+    return incident.kind in SHOWN_AS[fault.kind] and fault.rank in incident.culprit_ranks
+
+
+def _overhead(plan: DrillPlan, seen: RankResult) -> dict[str, float]:
+    """Cost of the checks as a share of training, measured and by the model V/(I*N)."""
+    if not seen.plain_s or not seen.checked_s:
+        return {}
+    plain = statistics.median(seen.plain_s)
+    check = statistics.median(seen.checked_s) - plain
+    variants = ScoutConfig().timing_repeats + 2  # repeats of the timed layer and of the other
+    return {
+        "step_s": plain,
+        "check_s": check,
+        "measured": check / (plain * plan.interval_steps),
+        "model": variants / (plan.interval_steps * plan.model.layers),
+    }
+
+
+def drill_rank(rank: int, plan: DrillPlan, folder: str) -> RankResult:
+    """Train on one rank; called in a process of its own with a process group."""
+    model, optimizer, session, target = start(rank, plan, folder)
+    text = Text(plan.model.context)
+    losses: list[float] = []
+    plain_s: list[float] = []
+    checked_s: list[float] = []
+    for step in range(plan.steps):
+        for fault in plan.faults:
+            if fault.rank == rank and fault.step == step:
+                inject(fault, target)
+        begin = time.perf_counter()
+        losses.append(train_step(model, optimizer, text.batch(plan.seed, rank, step, plan.batch)))
+        spent = time.perf_counter() - begin
+        checked = (step + 1) % plan.interval_steps == 0
+        (checked_s if checked else plain_s).append(spent)
+    coverage = session.coverage()
+    found = session.incidents()
+    session.close()
+    dist.barrier()
+    return RankResult(found, coverage.line(), losses, plain_s, checked_s, len(coverage.recipes))
+
+
+def start(
+    rank: int, plan: DrillPlan, folder: str, **config_fields: Any
+) -> tuple[nn.Module, torch.optim.Optimizer, Session, Target]:
+    """Build model, optimizer and session as `enable_resiliency` does, and what faults act on.
+
+    Args:
+        config_fields: overrides of `ScoutConfig`.
+    """
+    torch.manual_seed(plan.seed)
+    inner = GPT(plan.model)
+    layers = list(inner.layers)
+    model, mesh = parallelise(inner, plan.parallelism, plan.ranks)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    torch.manual_seed(plan.seed * 1009 + rank)
+    fields = {"interval_steps": plan.interval_steps, "job": "drill", **config_fields}
+    config = ScoutConfig.parse(fields, "the drill's configuration")
+    exchange = GroupExchange(torch.device("cpu"), config.exchange_timeout_s)
+    framework = PyTorch(model, optimizer, mesh, Patterns())
+    session = Session(framework, config, exchange, RunDir(folder), print_line)
+    return model, optimizer, session, Target(layers, optimizer, framework, exchange)
+
+
+def train_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[torch.Tensor, torch.Tensor]
+) -> float:
+    """One optimizer step on one batch; returns the loss."""
+    optimizer.zero_grad()
+    loss = loss_of(model, *batch)
+    loss.backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    return float(loss.detach())
+
+
+def draw_fault(kind: str, plan_ranks: int, layers: int, seed: int, **fixed: Any) -> FaultAt:
+    """Draw what is not fixed: rank, layer, first step and element, from the seed."""
+    rng = random.Random(seed)
+    drawn: dict[str, Any] = {
+        "rank": rng.randrange(plan_ranks),
+        "layer": rng.randrange(layers),
+        "step": rng.randrange(4, 9),
+        "seed": rng.randrange(1 << 30),
+    }
+    return FaultAt(kind, **{**drawn, **fixed})
+
+
+def steps_needed(faults: Sequence[FaultAt], interval_steps: int, layers: int) -> int:
+    """Steps after which a fault of any layer, or three slow checks, must have been seen."""
+    last = max((fault.step for fault in faults), default=0)
+    return last + interval_steps * (max(layers, 5) + 4)
