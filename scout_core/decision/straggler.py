@@ -11,9 +11,9 @@ The scale is the median absolute deviation of z over the last 64 clean checks, e
 own median: a rank that is slow all the time has an offset, not a scatter, and cannot hide in the
 scale, not even when it was slow from the first check on. Until there is history, a prior of 3 %
 stands in. A check that looks suspicious waits: it joins the history when it has left the window of
-three and nobody was blamed meanwhile, so that a straggler never counts as noise but a machine that
-became noisy does. Noise that doubles is believed at once (`_window_scale`), and noise that lasts
-over several checks is not averaged away (`_persistence`).
+three and nobody was blamed meanwhile, so that a straggler never counts as noise but ranks that
+became noisy do. Noise that doubles is believed before it fills the history (`_noise`,
+`_window_scale`), and noise that lasts over several checks is not averaged away (`_persistence`).
 """
 
 from __future__ import annotations
@@ -30,13 +30,15 @@ from scout_core.decision.consensus import Status, Verdict
 from scout_core.decision.evidence import is_healthy_duration
 from scout_core.errors import ScoutError
 
-WINDOW = 3  # checks whose winsorised mean is judged
+WINDOW = 3  # checks whose winsorised mean is judged; each must show half of the threshold
 HISTORY = 64  # clean checks whose scatter is the scale
-CONFIRMING = 2  # checks of the window that must each show half of the threshold
 PRIOR_SCALE = 0.03  # of log time; stands in until there is history
 PRIOR_CHECKS = 3  # weight of the prior
 NORMAL = 1.4826  # median absolute deviation -> standard deviation of a normal
+RECENT = 12  # clean checks that show whether the ranks became noisier
+NOISIER = 2.0  # times the usual scale: beyond this the new one is believed
 PERSISTENCE_CHECKS = 16  # history needed to see that noise lasts
+LASTING = 1.5  # persistence up to here is within what independent checks show by chance
 FAST = 1.25  # a minority that is this much faster than the median did other work
 SHORTEST_S = 1e-9  # a duration of 0 counts as one nanosecond
 STATE_SCHEMA = "scout.straggler/1"
@@ -74,9 +76,10 @@ class _Noise:
     offsets: Array
     """(N,) median z of each rank."""
 
-    def of_mean(self, checks: int) -> float:
-        """Scale of the mean over that many checks."""
-        return self.scale * min(self.persistence, math.sqrt(checks)) / math.sqrt(checks)
+    @property
+    def of_mean(self) -> float:
+        """Scale of the mean over a window."""
+        return self.scale * min(self.persistence, math.sqrt(WINDOW)) / math.sqrt(WINDOW)
 
 
 class StragglerRule:
@@ -130,10 +133,11 @@ class StragglerRule:
                 never healthy.
 
         Returns:
-            A verdict whose `outliers` are GLOBAL RANKS, not positions. ATTRIBUTED after at least
-            two slow checks out of three, and at once for a duration that is not finite.
-            INCONCLUSIVE when a check is suspicious and not yet confirmed (repeat it), when no
-            strict majority is faster than the slow ranks, or when the group is smaller than 3.
+            A verdict whose `outliers` are GLOBAL RANKS, not positions. ATTRIBUTED when the last
+            three checks agree, also from a cold start, and at once for a duration that is not
+            finite. INCONCLUSIVE when this check is suspicious and not yet confirmed (repeat it),
+            when no strict majority is faster than the slow ranks, when a minority is much faster
+            than the rest, or when the group is smaller than 3 and differs.
 
         Raises:
             ScoutError: no duration was given.
@@ -221,14 +225,12 @@ class StragglerRule:
         return Verdict(Status.AGREE)
 
     def _persistent(self, window: Array, noise: _Noise, kappa: float) -> Array:
-        """(N,) True where the winsorised mean of the window is above the threshold."""
-        checks = len(window)
-        floor = math.log1p(self.relative_floor)
-        slow = _above(window, max(kappa * noise.of_mean(checks), floor))
+        """(N,) True where the winsorised mean of the (checks, N) window is above the threshold."""
+        threshold = max(kappa * noise.of_mean, math.log1p(self.relative_floor))
+        slow = _above(window, threshold)
         if slow.any():
-            recent = _window_scale(window - noise.offsets, slow)
-            if recent > 2 * noise.scale:
-                slow &= _above(window, max(kappa * recent / math.sqrt(checks), floor))
+            scatter = _window_scale((window - noise.offsets)[:, ~slow], noise.scale)
+            slow = _above(window, max(kappa * scatter / math.sqrt(WINDOW), threshold))
         return slow
 
 
@@ -247,13 +249,10 @@ def log_ratio_to_others(times: Array) -> Array:
 
 def _above(window: Array, threshold: float) -> Array:
     """(N,) for a (checks, N) window. One freak timing cannot carry the mean alone."""
-    half = window > threshold / 2
-    enough: Array = (half.sum(axis=0) >= CONFIRMING) & half[-1]
     if len(window) < WINDOW:
-        enough &= (window > threshold).all(axis=0)
-    else:
-        enough &= np.minimum(window, 2 * threshold).mean(axis=0) > threshold
-    return enough
+        return np.zeros(window.shape[1], dtype=bool)
+    mean: Array = np.minimum(window, 2 * threshold).mean(axis=0)
+    return (mean > threshold) & (window > threshold / 2).all(axis=0)
 
 
 def _noise(history: Sequence[_Check], ranks: tuple[int, ...]) -> _Noise:
@@ -264,7 +263,10 @@ def _noise(history: Sequence[_Check], ranks: tuple[int, ...]) -> _Noise:
         return _Noise(PRIOR_SCALE, 1.0, np.zeros(len(ranks)))
     offsets = np.median(z, axis=0)
     centred = z - offsets
-    measured = NORMAL * float(np.median(np.abs(centred))) * math.sqrt(checks / (checks - 1))
+    correction = NORMAL * math.sqrt(checks / (checks - 1))
+    measured = correction * float(np.median(np.abs(centred)))
+    recent = correction * float(np.median(np.abs(centred[-RECENT:])))
+    measured = recent if recent > NOISIER * measured else measured
     prior = PRIOR_CHECKS * PRIOR_SCALE**2
     scale = math.sqrt((prior + (checks - 1) * measured**2) / (PRIOR_CHECKS + checks - 1))
     return _Noise(scale, _persistence(centred, measured), offsets)
@@ -276,15 +278,20 @@ def _persistence(centred: Array, scale: float) -> float:
         return 1.0
     sums = np.cumsum(np.vstack([np.zeros(centred.shape[1]), centred]), axis=0)
     means = (sums[WINDOW:] - sums[:-WINDOW]) / WINDOW
-    return max(1.0, NORMAL * float(np.median(np.abs(means))) * math.sqrt(WINDOW) / scale)
+    persistence = NORMAL * float(np.median(np.abs(means))) * math.sqrt(WINDOW) / scale
+    return persistence if persistence > LASTING else 1.0
 
 
-def _window_scale(window: Array, slow: Array) -> float:
-    """Scatter in the window among the ranks that are not slow; 0 when fewer than 2 are left."""
-    others = window[:, ~slow]
-    if others.shape[1] < 2:
+def _window_scale(healthy: Array, usual: float) -> float:
+    """Scatter that the (checks, ranks) z of presumably healthy ranks show in the window itself.
+
+    Few values are a poor estimate, so up to twice the usual scale its lower bound counts.
+    """
+    freedom = healthy.shape[0] * (healthy.shape[1] - 1)
+    if freedom < 1:
         return 0.0
-    return float(np.sqrt(others.var(axis=1, ddof=1).mean()))
+    scale = math.sqrt(healthy.var(axis=1, ddof=1).mean())
+    return scale if scale > NOISIER * usual else scale / (1 + 2 / math.sqrt(2 * freedom))
 
 
 def _advance(memory: _Recipe, check: _Check) -> None:
@@ -338,7 +345,7 @@ def _unconfirmed(check: _Check, suspects: Array) -> str:
         f"rank {check.ranks[i]} ({np.exp(check.z[i]):.2f} times the others)"
         for i in np.flatnonzero(suspects)
     )
-    return f"slow in this check, not yet confirmed by a second one: {names}"
+    return f"slow in this check, not yet confirmed by three in a row: {names}"
 
 
 def _too_fast(check: _Check, fast: Array) -> str:
