@@ -106,6 +106,9 @@ def _explain(error: ValidationError, place: str) -> str:
     first = error.errors()[0]
     key = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
-        known = ", ".join(sorted(ScoutConfig.model_fields))
+        table: Any = ScoutConfig
+        for part in first["loc"][:-1]:
+            table = table.model_fields[part].annotation
+        known = ", ".join(sorted(table.model_fields))
         return f"unknown key {key!r} in {place}; known keys are {known}"
     return f"{key}={first['input']!r} in {place}: {first['msg'].lower()}; see `scout_core.config`"

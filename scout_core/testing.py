@@ -12,6 +12,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
 from typing import Any, NamedTuple
 
 # A fork server that has already imported torch starts a rank in ~0.1 s instead of several s.
@@ -27,6 +28,7 @@ class _Job(NamedTuple):
     world_size: int
     store: str  # path of the file that the ranks meet at: no ports, so tests can run in parallel
     stacks: str  # folder for the stacks of late ranks
+    deadline: float  # by time.monotonic(), which the processes of a machine share
     timeout_s: float
     init_group: bool
     body: Callable[..., Any]
@@ -61,18 +63,18 @@ def run_ranks(
     deadline = time.monotonic() + timeout_s
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         store = str(pathlib.Path(folder) / "store")
-        job = _Job(world_size, store, folder, timeout_s, init_group, body, args)
+        job = _Job(world_size, store, folder, deadline, timeout_s, init_group, body, args)
         pipes: list[Connection] = []
-        ranks = []
+        ranks: list[ForkServerProcess] = []
         port = _free_port()
-        for rank in range(world_size):
-            ours, theirs = _context.Pipe(duplex=False)
-            process = _context.Process(target=_rank_main, args=(theirs, rank, job, port))
-            process.start()
-            theirs.close()
-            pipes.append(ours)
-            ranks.append(process)
         try:
+            for rank in range(world_size):
+                ours, theirs = _context.Pipe(duplex=False)
+                pipes.append(ours)
+                process = _context.Process(target=_rank_main, args=(theirs, rank, job, port))
+                process.start()
+                theirs.close()
+                ranks.append(process)
             return _collect(pipes, deadline, pathlib.Path(folder), frozenset(allow_dead))
         finally:
             for process in ranks:
@@ -95,7 +97,8 @@ def _rank_main(pipe: Connection, rank: int, job: _Job, port: int) -> None:
     import torch.distributed as dist
 
     stack = open(pathlib.Path(job.stacks) / f"stack-{rank}", "w")  # noqa: SIM115 -- for life
-    faulthandler.dump_traceback_later(job.timeout_s * 0.9, file=stack)
+    left_s = job.deadline - time.monotonic()  # the parent reads the stack when none is left
+    faulthandler.dump_traceback_later(max(0.01, 0.9 * left_s), file=stack)
     torch.set_num_threads(1)
     os.environ.update(
         RANK=str(rank),

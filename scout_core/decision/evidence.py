@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, get_type_hints
 
 from scout_core.errors import ScoutError
 
@@ -34,7 +34,8 @@ class Signature(NamedTuple):
     """64-bit hash of a tensor's dtype, shape and raw bytes."""
 
     value: int  # unsigned
-    algorithm: str  # "xxh3" or "scout64"; values of different algorithms cannot be compared
+    algorithm: str  # "xxh3", "scout64", or both joined by "+" where a value covers several tensors;
+    # values of different algorithms cannot be compared
 
 
 class Duration(NamedTuple):
@@ -52,7 +53,7 @@ class Missing(NamedTuple):
 Evidence = Progress | Fingerprint | Signature | Duration | Missing
 
 _KINDS: tuple[Callable[..., Evidence], ...] = (Progress, Fingerprint, Signature, Duration, Missing)
-_TYPES = {kind.__name__: kind for kind in _KINDS}
+_TYPES = {kind.__name__: (kind, tuple(get_type_hints(kind).values())) for kind in _KINDS}
 
 
 def kind_of(value: object) -> str:
@@ -72,17 +73,25 @@ def from_wire(data: bytes) -> dict[str, Evidence]:
     """Decode what `to_wire` wrote.
 
     Raises:
-        ScoutError: not JSON of that form; nothing is guessed and no class is looked up by name
-            outside the five of this module.
+        ScoutError: not JSON of that form; nothing is guessed, no field changes its type, and no
+            class is looked up by name outside the five of this module.
     """
     try:
         plain = json.loads(data)
-        return {str(name): _TYPES[kind](*fields) for name, (kind, *fields) in plain.items()}
+        return {name: _decoded(kind, fields) for name, (kind, *fields) in plain.items()}
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ScoutError(
             f"evidence of {len(data)} bytes from a peer cannot be read ({error}); "
             "all ranks must run the same version of SCOUT"
         ) from error
+
+
+def _decoded(name: str, fields: list[object]) -> Evidence:
+    kind, types = _TYPES[name]
+    for value, expected in zip(fields, types, strict=True):
+        if type(value) is not expected and (type(value), expected) != (int, float):
+            raise TypeError(f"{value!r} in {name} is no {expected.__name__}")
+    return kind(*fields)
 
 
 def is_healthy_duration(seconds: float) -> bool:

@@ -100,14 +100,14 @@ class Incident:
         return tuple(sorted({culprit.rank for culprit in self.culprits}))
 
     def to_json(self) -> dict[str, Any]:
-        """Return the record as JSON values, with its schema."""
+        """Return the record as JSON values, with its schema; nan and inf become text."""
         plain = asdict(self)
         for name in ("kind", "status", "action"):
             plain[name] = getattr(self, name).value
         for culprit in plain["culprits"]:
             place = culprit["coordinate"]
             culprit["coordinate"] = None if place is None else Coordinate(*place)._asdict()
-        return {"schema": SCHEMA, **json.loads(json.dumps(plain))}
+        return {"schema": SCHEMA, **json.loads(json.dumps(plain), parse_constant=str)}
 
     @classmethod
     def from_json(cls, record: dict[str, Any]) -> Incident:
@@ -116,19 +116,22 @@ class Incident:
         Raises:
             ScoutError: another schema, or a field that does not belong to it.
         """
-        fields = dict(record)
-        if fields.pop("schema", None) != SCHEMA:
-            raise ScoutError(f"incident has schema {record.get('schema')!r}, not {SCHEMA!r}")
         try:
+            fields = dict(record)
+            schema = fields.pop("schema", None)
+            if schema != SCHEMA:
+                raise ValueError(f"schema {schema!r} is not {SCHEMA!r}")
             fields["kind"] = Kind(fields["kind"])
             fields["status"] = Status(fields["status"])
+            if fields["status"] is Status.AGREE:
+                raise ValueError("a record with status 'agree' is no incident")
             fields["action"] = Action(fields["action"])
             fields["culprits"] = tuple(_culprit(plain) for plain in fields["culprits"])
             fields["victims"] = tuple(fields["victims"])
             fields["peer_group"] = tuple(fields["peer_group"])
             fields["checkpoint"] = CheckpointChoice(**fields["checkpoint"])
             return cls(**fields)
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ScoutError(f"incident record cannot be read: {error!r} in {record}") from error
 
 

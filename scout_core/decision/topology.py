@@ -143,7 +143,7 @@ class Topology:
                     f"degree {axis}={degree}: there is no axis {axis!r}; "
                     f"the axes are {', '.join(AXES)}"
                 )
-            if not isinstance(degree, int) or degree < 1:
+            if not isinstance(degree, int) or isinstance(degree, bool) or degree < 1:
                 raise ScoutError(f"degree {axis}={degree!r} must be an integer >= 1")
         letters = _full_order(order, degrees)
         sizes = [degrees.get(axis, 1) for axis in letters]
@@ -168,10 +168,11 @@ class Topology:
         `expert` defaults to `dense` and `hosts` to one unnamed host.
 
         Raises:
-            ScoutError: lengths differ, or two ranks of a layout share an address.
+            ScoutError: lengths differ, an address is not up to six integers >= 0, or two ranks of
+                a layout share one.
         """
-        layout = tuple(Coordinate(*place) for place in dense)
-        experts = layout if expert is None else tuple(Coordinate(*place) for place in expert)
+        layout = _coordinates("dense", dense)
+        experts = layout if expert is None else _coordinates("expert", expert)
         return cls(layout, experts, _host_names(hosts, len(layout)))
 
     def layout(self, name: LayoutName = "dense") -> tuple[Coordinate, ...]:
@@ -187,14 +188,14 @@ class Topology:
         widened over the shards, which run the same computation after the all-gather.
 
         Raises:
-            ScoutError: the rank is not in the world.
+            ScoutError: the rank is not in the world, or there is no such layout.
         """
         self._check_rank(rank)
-        return self._replay_groups[layout][rank]
+        return self._replay_groups(layout)[rank]
 
     def peer_groups(self, layout: LayoutName = "dense") -> tuple[PeerGroup, ...]:
         """Return every peer group once, ordered by its lowest rank."""
-        unique = {group.ranks: group for group in self._replay_groups[layout]}
+        unique = {group.ranks: group for group in self._replay_groups(layout)}
         return tuple(sorted(unique.values(), key=lambda group: group.ranks))
 
     def replicas(self, rank: int, layout: LayoutName = "dense") -> tuple[int, ...]:
@@ -203,7 +204,13 @@ class Topology:
         return self._along("d", layout)[rank]
 
     def axis_groups(self, axis: str, layout: LayoutName = "dense") -> tuple[tuple[int, ...], ...]:
-        """Return the groups along one axis (all other coordinates equal), each ascending."""
+        """Return the groups along one axis (all other coordinates equal), each ascending.
+
+        Raises:
+            ScoutError: there is no such axis.
+        """
+        if axis not in tuple(AXES):
+            raise ScoutError(f"axis {axis!r} does not exist; the axes are {', '.join(AXES)}")
         return tuple(sorted(set(self._along(axis, layout))))
 
     def coverage(self) -> Coverage:
@@ -227,9 +234,17 @@ class Topology:
             ),
         )
 
+    def _replay_groups(self, layout: LayoutName) -> list[PeerGroup]:
+        """One peer group per rank; the layout's name is checked first."""
+        return self._dense_groups if self.layout(layout) is self.dense else self._expert_groups
+
     @cached_property
-    def _replay_groups(self) -> dict[LayoutName, list[PeerGroup]]:
-        return {name: _replay_groups(self.layout(name)) for name in ("dense", "expert")}
+    def _dense_groups(self) -> list[PeerGroup]:
+        return _replay_groups(self.dense)
+
+    @cached_property
+    def _expert_groups(self) -> list[PeerGroup]:
+        return _replay_groups(self.expert)
 
     def _along(self, axis: str, layout: LayoutName) -> list[tuple[int, ...]]:
         fixed = [i for i, letter in enumerate(AXES) if letter != axis]
@@ -241,6 +256,17 @@ class Topology:
                 f"rank {rank} is not in a world of {self.world_size}; "
                 f"ranks are 0..{self.world_size - 1}"
             )
+
+
+def _coordinates(name: str, places: Sequence[Sequence[int]]) -> tuple[Coordinate, ...]:
+    for rank, place in enumerate(places):
+        integers = all(isinstance(part, int) and part >= 0 for part in place)
+        if len(place) > len(AXES) or not integers:
+            raise ScoutError(
+                f"topology: the {name} address {place!r} of rank {rank} must be up to "
+                f"{len(AXES)} integers >= 0, in the order {', '.join(AXES)}"
+            )
+    return tuple(Coordinate(*place) for place in places)
 
 
 def _replay_groups(layout: tuple[Coordinate, ...]) -> list[PeerGroup]:

@@ -59,11 +59,13 @@ class RunDir:
         return [Incident.from_json(record) for record in _read(self.path / INCIDENTS)]
 
     def _append(self, name: str, record: dict[str, Any]) -> None:
-        line = json.dumps(record, default=str) + "\n"
+        plain = json.loads(json.dumps(record, default=str), parse_constant=str)  # JSON has no nan
+        line = json.dumps(plain).encode() + b"\n"
         try:
             handle = os.open(self.path / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
             try:
-                os.write(handle, line.encode())
+                if os.write(handle, line) < len(line):
+                    raise OSError("the disk is full")
             finally:
                 os.close(handle)
         except OSError as error:
@@ -81,6 +83,11 @@ def now() -> str:
 
 
 def _read(path: pathlib.Path) -> Iterator[dict[str, Any]]:
-    if path.exists():
-        with path.open() as lines:
-            yield from (json.loads(line) for line in lines)
+    """Yield the records; a last line without its end is still being written, or its writer died."""
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1] if path.exists() else (), 1):
+        try:
+            yield json.loads(line)
+        except ValueError as error:
+            raise ScoutError(
+                f"line {number} of {path} is no JSON ({error}); remove it to read the others"
+            ) from None
