@@ -101,6 +101,7 @@ _READERS: dict[type, dict[str, Reader]] = {
         "arguments": _TEXT,
         "state": OperationState,
         "call_site": _TEXT,
+        "age_s": _of(int, float, _NONE),
     },
     GroupState: {
         "name": _TEXT,
@@ -112,6 +113,7 @@ _READERS: dict[type, dict[str, Reader]] = {
         "description": _TEXT,
         "backend": _TEXT,
         "counter": _TEXT,
+        "members_known": _FLAG,
     },
     Channel: {
         "group": _TEXT,
@@ -140,6 +142,8 @@ _READERS: dict[type, dict[str, Reader]] = {
         "missing": _TEXT,
         "truncated": _FLAG,
         "source": _TEXT,
+        "lists_all": _FLAG,
+        "unseen_p2p": _FLAG,
         "groups": _tuple_of(lambda plain: _read(GroupState, plain)),
         "channels": _tuple_of(lambda plain: _read(Channel, plain)),
     },

@@ -78,6 +78,8 @@ class Operation:
     state: OperationState = OperationState.SCHEDULED
     call_site: str = ""
     """Python line that issued it, "file.py:12 function", when it is known."""
+    age_s: float | None = None
+    """Seconds since it was entered; only compared with other operations of the same rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +88,9 @@ class GroupState:
 
     name: str
     ranks: tuple[int, ...]
-    """Global ranks of the members, in group order, as this rank believes them to be."""
+    """Global ranks of the members, in group order, as this rank believes them to be.
+
+    Give equal groups the same tuple object where you can: comparing 16,384 ranks is slow."""
     enqueued: int | None
     """Last collective this rank has entered; None: the source cannot tell."""
     completed: int | None = None
@@ -100,6 +104,8 @@ class GroupState:
     backend: str = ""
     """"nccl", "gloo", ...; empty when unknown."""
     counter: str = SCOUT_COUNTER
+    members_known: bool = True
+    """False: `ranks` was pieced together, and the group may have more members."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +159,10 @@ class RankSnapshot:
     """The source has lost older operations (a ring that wrapped)."""
     source: str = ""
     """Where the evidence comes from: "observer", a file name, ..."""
+    lists_all: bool = False
+    """`groups` and `channels` hold every one this rank has used: not listed means never entered."""
+    unseen_p2p: bool = False
+    """The job uses point-to-point operations that this source does not show."""
     groups: tuple[GroupState, ...] = ()
     channels: tuple[Channel, ...] = ()
 
