@@ -36,13 +36,17 @@ def parse_degrees(text: str) -> dict[str, int]:
     """Read "d=4,t=2".
 
     Raises:
-        ScoutError: a part is not letter=integer, or an axis is given twice.
+        ScoutError: a part is not letter=integer, or an axis is unknown or given twice.
     """
     degrees: dict[str, int] = {}
     for part in text.split(","):
         axis, _, value = part.strip().partition("=")
-        if not value.isdigit():
+        if not value.isdecimal():
             raise ScoutError(f"--degrees part {part!r} must be AXIS=NUMBER, as in d=4,t=2")
+        if axis not in tuple(AXES):
+            raise ScoutError(
+                f"--degrees {text!r}: there is no axis {axis!r}; the axes are {', '.join(AXES)}"
+            )
         if axis in degrees:
             raise ScoutError(f"--degrees {text!r} gives axis {axis!r} twice; give it once")
         degrees[axis] = int(value)
