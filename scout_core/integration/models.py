@@ -22,6 +22,8 @@ class Patterns:
     layers: str | None = None
     embedding: str | None = None
     head: str | None = None
+    stage: bool = False
+    """The model is one pipeline stage: what a pattern does not match here is on another stage."""
 
 
 def find_sites(model: nn.Module, patterns: Patterns) -> tuple[list[Site], list[str]]:
@@ -33,9 +35,9 @@ def find_sites(model: nn.Module, patterns: Patterns) -> tuple[list[Site], list[s
     or another site (a final norm).
 
     Raises:
-        ScoutError: a pattern is no regular expression, or matches nothing.
+        ScoutError: a pattern is no regular expression, or matches nothing in a whole model.
     """
-    layers = _layers(model, patterns.layers)
+    layers = _layers(model, patterns)
     inside = {child for layer in layers.values() for child in layer.modules()}
     outside = {
         name: module
@@ -44,8 +46,8 @@ def find_sites(model: nn.Module, patterns: Patterns) -> tuple[list[Site], list[s
     }
     sites = [_site(name, layer, "hidden") for name, layer in layers.items()]
     missing = [] if layers else ["no repeated layers found: set `layers` to a pattern"]
-    embedding = _pick(outside, patterns.embedding, "embedding", _first_embedding(outside))
-    head = _pick(outside, patterns.head, "head", _last_matrix(outside, embedding))
+    embedding = _pick(outside, patterns, "embedding", _first_embedding(outside))
+    head = _pick(outside, patterns, "head", _last_matrix(outside, embedding))
     for role, name in (("embedding", embedding), ("head", head)):
         if name is None and getattr(patterns, role) != "":
             missing.append(f"no {role} found: set `{role}` to a pattern, or to '' to leave it out")
@@ -56,7 +58,8 @@ def find_sites(model: nn.Module, patterns: Patterns) -> tuple[list[Site], list[s
         roles[head] = "head"
     sites += [_site(n, module, roles.get(n, "other")) for n, module in outside.items()]
     order = {module: i for i, module in enumerate(model.modules())}
-    return sorted(sites, key=lambda site: order[site.module]), missing
+    ordered = sorted(sites, key=lambda site: order[site.module])
+    return ordered, [] if patterns.stage else missing
 
 
 def plain_name(name: str) -> str:
@@ -98,9 +101,9 @@ def _site(name: str, module: nn.Module, role: Role) -> Site:
     return Site(plain_name(name), module, role, path_class(module, role))
 
 
-def _layers(model: nn.Module, pattern: str | None) -> dict[str, nn.Module]:
-    if pattern is not None:
-        return _matching(dict(model.named_modules()), pattern, "layers")
+def _layers(model: nn.Module, patterns: Patterns) -> dict[str, nn.Module]:
+    if patterns.layers is not None:
+        return _matching(dict(model.named_modules()), patterns, "layers")
     found: dict[str, nn.Module] = {}
     inside: set[nn.Module] = set()
     for name, container in model.named_modules():
@@ -119,9 +122,7 @@ def _repeated(name: str, container: nn.Module) -> Iterator[tuple[str, nn.Module]
 
     A list of plain linear layers counts; dropouts and activations own nothing to replay.
     """
-    children = [
-        (key, child) for key, child in container.named_children() if _has_parameters(child)
-    ]
+    children = [(key, child) for key, child in container.named_children() if _has_parameters(child)]
     classes = [type(unwrapped(child)) for _, child in children]
     for key, child in children:
         if classes.count(type(unwrapped(child))) >= 2:
@@ -152,20 +153,24 @@ def _last_matrix(modules: dict[str, nn.Module], embedding: str | None) -> str | 
 
 
 def _pick(
-    modules: dict[str, nn.Module], pattern: str | None, role: str, found: str | None
+    modules: dict[str, nn.Module], patterns: Patterns, role: str, found: str | None
 ) -> str | None:
+    pattern = getattr(patterns, role)
     if pattern is None:
         return found
-    return next(iter(_matching(modules, pattern, role)), None) if pattern else None
+    return next(iter(_matching(modules, patterns, role)), None) if pattern else None
 
 
-def _matching(modules: dict[str, nn.Module], pattern: str, field: str) -> dict[str, nn.Module]:
+def _matching(
+    modules: dict[str, nn.Module], patterns: Patterns, field: str
+) -> dict[str, nn.Module]:
+    pattern = getattr(patterns, field)
     try:
         search = re.compile(pattern).search
     except re.error as error:
         raise ScoutError(f"{field}={pattern!r} is no regular expression: {error}") from None
     found = {name: module for name, module in modules.items() if search(plain_name(name))}
-    if not found:
+    if not found and not patterns.stage:
         shown = ", ".join(plain_name(name) for name in list(modules)[:12])
         raise ScoutError(f"{field}={pattern!r} matches no module; there are {shown}, ...")
     return found
