@@ -150,10 +150,11 @@ class _Case:
         dead = {rank for rank in sinks if self.seen[rank].state in GONE}
         self.excused = {rank for rank in sinks - dead if self.seen[rank].within_limit}
         candidates = sinks - dead - self.excused
+        hidden = {rank for rank in candidates if self.seen[rank].blocked}
         if len(candidates) > 1:
-            hidden = {rank for rank in candidates if self._may_wait_unseen(rank)}
-            candidates -= hidden
-            self.unseen |= hidden
+            hidden |= {rank for rank in candidates if self._may_wait_unseen(rank)}
+        candidates -= hidden
+        self.unseen |= hidden
         for rank in candidates:
             self.kinds[rank] = self._sink_kind(rank)
         self.excused |= dead  # explained by the death of another rank

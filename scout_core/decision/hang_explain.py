@@ -223,15 +223,22 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 
 def _votes(view: GroupView, waits: Sequence[Wait]) -> dict[str, Any]:
-    """C3 Exact over the group: who waits in the same operation (Algorithm 1)."""
-    pending = {wait.rank: Fingerprint(view.key, wait.sequence, "", "") for wait in waits}
-    verdict = exact([pending.get(rank, Missing("does not wait here")) for rank in view.ranks])
+    """C3 Exact over the group, on the last operation each member has entered (Algorithm 1)."""
+    entered = {rank: state.enqueued for rank, state in view.states.items()}
+    verdict = exact(
+        [
+            Missing("not known what it entered")
+            if entered.get(rank) is None
+            else Fingerprint(view.key, entered[rank] or 0, "", "")
+            for rank in view.ranks
+        ]
+    )
     return {
         "group": view.title,
         "members": len(view.ranks),
-        "waiting": len(pending),
+        "waiting": len({wait.rank for wait in waits}),
         "status": verdict.status.value,
-        "why": verdict.reason,
+        "outliers": sorted(view.ranks[position] for position in verdict.outliers),
     }
 
 

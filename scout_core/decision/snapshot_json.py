@@ -142,7 +142,7 @@ _READERS: dict[type, dict[str, Reader]] = {
         "missing": _TEXT,
         "truncated": _FLAG,
         "source": _TEXT,
-        "lists_all": _FLAG,
+        "complete": _tuple_of(_TEXT),
         "unseen_p2p": _FLAG,
         "groups": _tuple_of(lambda plain: _read(GroupState, plain)),
         "channels": _tuple_of(lambda plain: _read(Channel, plain)),

@@ -159,8 +159,8 @@ class RankSnapshot:
     """The source has lost older operations (a ring that wrapped)."""
     source: str = ""
     """Where the evidence comes from: "observer", a file name, ..."""
-    lists_all: bool = False
-    """`groups` and `channels` hold every one this rank has used: not listed means never entered."""
+    complete: tuple[str, ...] = ()
+    """Counters whose `groups` and `channels` are all listed: not listed means never entered."""
     unseen_p2p: bool = False
     """The job uses point-to-point operations that this source does not show."""
     groups: tuple[GroupState, ...] = ()

@@ -140,7 +140,7 @@ class _Members:
                 self._unknown[rank] = never
             elif state is not None and state.enqueued is not None:
                 levels[state.enqueued].append(graph.node_of[rank])
-            elif snapshot.state in GONE or (state is None and snapshot.lists_all):
+            elif snapshot.state in GONE or (state is None and view.counter in snapshot.complete):
                 levels[never].append(graph.node_of[rank])
             else:
                 self._unknown[rank] = never if state is None else least_entered(state)
@@ -222,7 +222,7 @@ def _pair_kind(
     if other is None or other.enqueued is None or channel.enqueued is None:
         if other is not None and oldest_outstanding(other) is not None:
             return WaitKind.JOINED
-        hidden = peer.truncated and not peer.lists_all and peer.state not in GONE
+        hidden = peer.truncated and channel.counter not in peer.complete and peer.state not in GONE
         return WaitKind.UNSEEN if hidden else WaitKind.ABSENT
     if other.enqueued < sequence:
         return WaitKind.ABSENT
