@@ -91,14 +91,8 @@ def payload(outcome: DrillOutcome) -> dict[str, object]:
 
 def show(outcome: DrillOutcome) -> None:
     """Print the table of a drill."""
-    table = Table(title="Injected faults", title_justify="left")
-    for name in ("kind", "rank", "layer", "surface", "magnitude", "step", "found", "latency"):
-        table.add_column(name)
-    for row in outcome.injected:
-        latency = "-" if row["latency_steps"] is None else f"{row['latency_steps']} steps"
-        cells = [row[name] for name in ("kind", "rank", "layer", "surface", "magnitude", "step")]
-        table.add_row(*map(str, cells), "yes" if row["found"] else "NO", latency)
-    console.print(table)
+    if outcome.injected:
+        console.print(_fault_table(outcome))
     for incident in outcome.incidents:
         console.print(f"{incident.kind.value}: {incident.message}", markup=False)
     for wrong in outcome.false:
@@ -109,5 +103,18 @@ def show(outcome: DrillOutcome) -> None:
             f"a check costs {cost['check_s'] / cost['step_s']:.2f} steps: "
             f"{cost['measured']:.1%} of training measured, {cost['model']:.1%} by V/(I*N)"
         )
-    verdict = "all injected faults found, nothing else" if outcome.passed else "NOT as injected"
+    verdict = "NOT as injected"
+    if outcome.passed:
+        verdict = "every fault named, nobody else" if outcome.injected else "no fault, no incident"
     console.print(f"{verdict}; loss {outcome.loss[0]:.2f} -> {outcome.loss[-1]:.2f}")
+
+
+def _fault_table(outcome: DrillOutcome) -> Table:
+    table = Table(title="Injected faults", title_justify="left")
+    for name in ("kind", "rank", "layer", "surface", "magnitude", "step", "found", "latency"):
+        table.add_column(name)
+    for row in outcome.injected:
+        latency = "-" if row["latency_steps"] is None else f"{row['latency_steps']} steps"
+        cells = [row[name] for name in ("kind", "rank", "layer", "surface", "magnitude", "step")]
+        table.add_row(*map(str, cells), "yes" if row["found"] else "NO", latency)
+    return table

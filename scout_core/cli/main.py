@@ -10,7 +10,7 @@ import sys
 
 import typer
 
-from scout_core.cli import coverage, drill, output
+from scout_core.cli import campaign, coverage, demo, drill, output, plan
 from scout_core.errors import ScoutError
 
 app = typer.Typer(
@@ -27,7 +27,10 @@ def _root() -> None:
 
 
 app.command("coverage")(coverage.coverage)
+app.command("demo")(demo.demo)
 app.command("drill")(drill.drill)
+app.command("campaign")(campaign.campaign)
+app.command("plan")(plan.plan)
 
 
 def main() -> None:
