@@ -124,6 +124,11 @@ def test_mixed_kinds_are_not_comparable_for_every_rank_alike(
         assert exact(shuffled) == verdict
 
 
+def test_signatures_of_different_algorithms_are_not_comparable() -> None:
+    verdict = exact([Signature(1, "xxh3"), Signature(1, "xxh3"), Signature(1, "scout64")])
+    assert (verdict.status, verdict.comparable) == (Status.INCONCLUSIVE, False)
+
+
 @given(st.lists(st.integers(0, (1 << 64) - 1), min_size=3, max_size=3, unique=True))
 def test_all_64_bits_of_a_signature_count(bits: list[int]) -> None:
     good, bad, _ = (Signature(value, "xxh3") for value in bits)

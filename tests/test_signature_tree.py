@@ -149,6 +149,12 @@ def test_values_of_different_kinds_are_pairwise_distinct() -> None:
     assert len(set(signatures)) == len(DISTINCT)
 
 
+def test_text_cannot_imitate_structure() -> None:
+    between = "builtins.str"
+    assert signature_tree(["a" + between + "b", "c"]) != signature_tree(["a", "b" + between + "c"])
+    assert signature_tree([b"1:a1:b", b""]) != signature_tree([b"1:a", b"1:b"])
+
+
 def test_nan_equals_itself() -> None:
     assert signature_tree([float("nan")]) == signature_tree([math.nan])
 
