@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed._functional_collectives as functional
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -286,6 +287,17 @@ def shards_sign_as_plain_tensors(rank: int) -> list[bool]:
         for sign in (signing.signature, signing.scout64)
         for tensor in (shard, parameter, parameter * 1)
     ]
+
+
+def pending_result_signs_as_its_value(rank: int) -> bool:
+    pending = functional.all_reduce(normal(4, seed=rank), "sum", [0, 1])
+    assert isinstance(pending, functional.AsyncCollectiveTensor)
+    summed = normal(4, seed=0) + normal(4, seed=1)
+    return signing.signature(pending) == signing.signature(summed)
+
+
+def test_a_collective_that_is_under_way_is_waited_for() -> None:
+    assert run_ranks(2, pending_result_signs_as_its_value) == [True, True]
 
 
 def test_a_dtensor_is_signed_by_its_local_shard() -> None:
