@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from scout_core.decision.consensus import Status, exact
-from scout_core.decision.evidence import Missing, Progress
+from scout_core.decision.evidence import Missing
 from scout_core.decision.hang_diagnosis import Finding, HangDiagnosis, HangKind
 from scout_core.decision.snapshots import Phase, ProcessState, RankSnapshot
 
@@ -35,16 +35,13 @@ def by_coordinates(snapshots: Sequence[RankSnapshot]) -> HangDiagnosis:
     stalled = _minority_in_a_stall(snapshots)
     if stalled:
         return _blame(stalled, snapshots, late)
-    places = [s.progress or Missing("no progress published") for s in snapshots]
-    verdict = exact(places)
+    verdict = exact([s.progress or Missing("no progress published") for s in snapshots])
     if verdict.status is Status.AGREE:
         what = f"all {len(ranks)} ranks stopped at the same place, step {_step(late)}"
         return _nobody(HangKind.GROUP_STALL, ranks, late, what)
-    if verdict.status is Status.ATTRIBUTED:
-        majority = max(p for i, p in enumerate(places) if i not in verdict.outliers and _known(p))
-        behind = [snapshots[i] for i in sorted(verdict.outliers) if places[i] < majority]
-        if behind:
-            return _blame(behind, snapshots, late)
+    behind = _behind(snapshots, verdict.outliers)
+    if behind:
+        return _blame(behind, snapshots, late)
     why = verdict.reason or "the ranks that differ are ahead of the others"
     return _nobody(HangKind.EVIDENCE_MISSING, ranks, late, f"progress alone cannot tell: {why}")
 
@@ -55,8 +52,14 @@ def _is_late(snapshot: RankSnapshot) -> bool:
     return observed and runs and snapshot.phase not in _EXCUSED and not snapshot.within_limit
 
 
-def _known(place: Progress | Missing) -> bool:
-    return isinstance(place, Progress)
+def _behind(snapshots: Sequence[RankSnapshot], outliers: frozenset[int]) -> list[RankSnapshot]:
+    """The outliers that stopped before the majority; one that is ahead holds nobody up."""
+    majority = [s.progress for i, s in enumerate(snapshots) if s.progress and i not in outliers]
+    return [
+        snapshots[i]
+        for i in sorted(outliers)
+        if (place := snapshots[i].progress) is not None and place < majority[0]
+    ]
 
 
 def _minority_in_a_stall(snapshots: Sequence[RankSnapshot]) -> list[RankSnapshot]:

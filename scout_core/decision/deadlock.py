@@ -252,7 +252,7 @@ class _Tarjan:
         return None
 
     def _close(self, node: int) -> None:
-        component = []
+        component: list[int] = []
         while not component or component[-1] != node:
             component.append(self._stack.pop())
         self._open.difference_update(component)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from scout_core.decision.consensus import exact
@@ -62,7 +62,7 @@ class Explainer:
             evidence=self._evidence(cores, unseen),
         )
 
-    def _missed_by(self, culprits: Collection[int]) -> dict[int, list[Wait]]:
+    def _missed_by(self, culprits: set[int]) -> dict[int, list[Wait]]:
         """By culprit, the waits of the group in which most ranks wait for it."""
         by_place: dict[int, list[Wait]] = defaultdict(list)
         for waits in self._graph.waits.values():

@@ -180,17 +180,28 @@ def held_by_device(groups: Collection[GroupView], pairs: Collection[PairView]) -
     for view in groups:
         if on_device(view.backend):
             held.update(overtaken(view))
-            begun = furthest_started(view)
-            for rank, state in view.states.items():
-                oldest = oldest_outstanding(state)
-                if None not in (oldest, begun, state.started):
-                    held.update({rank} if state.started < oldest <= begun else ())
+            held.update(_not_begun(view))
     for pair in pairs:
         for rank, channel in pair.ends.items():
             oldest, other = oldest_outstanding(channel), pair.ends.get(channel.peer)
-            if on_device(channel.backend) and oldest is not None and other is not None:
-                held.update({rank} if (other.completed or -1) >= oldest else ())
+            done = None if other is None else other.completed
+            if on_device(channel.backend) and oldest is not None and done is not None:
+                held.update({rank} if oldest <= done else ())
     return held
+
+
+def _not_begun(view: GroupView) -> list[int]:
+    """Ranks whose device has not begun what another member's device is already in."""
+    begun = furthest_started(view)
+    if begun is None:
+        return []
+    return [
+        rank
+        for rank, state in view.states.items()
+        if state.started is not None
+        and (oldest := oldest_outstanding(state)) is not None
+        and state.started < oldest <= begun
+    ]
 
 
 def least_entered(state: GroupState) -> int:
