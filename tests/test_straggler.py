@@ -203,6 +203,24 @@ def test_a_rank_that_joins_later_is_compared_without_history() -> None:
     assert found[-1].outliers == {9}
 
 
+def test_a_rank_that_is_not_timed_now_and_then_does_not_stop_the_others_from_being_judged() -> None:
+    rule, rng = StragglerRule(), np.random.default_rng(4)
+    for number, times in enumerate(healthy(rng, 43, 5, 0.01)):
+        times[1] *= 1.3 if number >= 40 else 1.0
+        group = {rank: t for rank, t in enumerate(times) if rank != 4 or number % 2}
+        verdict = rule.update("layer", group)
+    assert verdict.outliers == {1}
+
+
+def test_suspects_are_the_slow_ranks_that_wait_for_confirmation() -> None:
+    rule = StragglerRule()
+    found = []
+    for _ in range(WINDOW):
+        rule.update("layer", {0: 1.0, 1: 1.0, 2: 1.0, 7: 3.0})
+        found.append(rule.suspects("layer"))
+    assert found == [{7}, {7}, set()]
+
+
 @given(st.lists(seconds, min_size=2, max_size=9))
 def test_the_ratio_is_to_the_median_of_the_others(times: list[float]) -> None:
     expected = [math.log(t / np.median(times[:i] + times[i + 1 :])) for i, t in enumerate(times)]

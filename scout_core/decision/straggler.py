@@ -64,6 +64,8 @@ class _Recipe:
 
     window: list[_Check] = field(default_factory=list)
     history: list[_Check] = field(default_factory=list)
+    suspects: frozenset[int] = frozenset()
+    """Slow in the last check, not yet confirmed."""
 
 
 @dataclass(frozen=True)
@@ -144,6 +146,8 @@ class StragglerRule:
         """
         if not durations_s:
             raise ScoutError("an empty peer group cannot be compared; pass one duration per rank")
+        memory = self._recipes.setdefault(recipe, _Recipe())
+        memory.suspects = frozenset()
         size = len(durations_s)
         if size == 1:
             return _inconclusive("a group of 1 has nothing to compare with")
@@ -154,7 +158,7 @@ class StragglerRule:
         if len(ranks) < 2:
             return Verdict(Status.ATTRIBUTED, frozenset(broken))
         times = np.array([max(durations_s[r], SHORTEST_S) for r in ranks])
-        verdict = self._judge(self._recipes.setdefault(recipe, _Recipe()), ranks, times)
+        verdict = self._judge(memory, ranks, times)
         if broken and verdict.status is not Status.ATTRIBUTED:
             return Verdict(Status.ATTRIBUTED, frozenset(broken))
         return _strict_minority(verdict.outliers | broken, size) if broken else verdict
@@ -165,8 +169,12 @@ class StragglerRule:
         if not window:
             return {}
         ranks = window[-1].ranks
-        recent = np.median(_matrix(window, ranks), axis=0)
+        recent = _medians(_matrix(window, ranks))
         return {rank: float(np.exp(z)) for rank, z in zip(ranks, recent, strict=True)}
+
+    def suspects(self, recipe: str) -> frozenset[int]:
+        """Return the global ranks that were slow in the last check and are not confirmed yet."""
+        return self._recipes.get(recipe, _Recipe()).suspects
 
     def state(self) -> dict[str, Any]:
         """Return everything the rule remembers, as JSON values."""
@@ -210,7 +218,8 @@ class StragglerRule:
         kappa = self.kappa + (len(ranks) <= 3)
         slow = self._persistent(window, noise, kappa) & losing
         single = max(kappa * noise.scale, math.log1p(self.relative_floor))
-        suspects = (check.z > single) & losing
+        suspects = (check.z > single) & losing & ~slow
+        memory.suspects = _ranks(check, suspects)
         if slow.any():
             verdict = _separated(check, times, slow, math.log1p(self.relative_floor) / 2)
             for seen in memory.window:
@@ -258,26 +267,29 @@ def _above(window: Array, threshold: float) -> Array:
 def _noise(history: Sequence[_Check], ranks: tuple[int, ...]) -> _Noise:
     """Note [Scale]."""
     z = _matrix(history, ranks)
+    offsets = _medians(z)
+    z = z[~np.isnan(z).all(axis=1)] - offsets
     checks = len(z)
     if checks < 2:
-        return _Noise(PRIOR_SCALE, 1.0, np.zeros(len(ranks)))
-    offsets = np.median(z, axis=0)
-    centred = z - offsets
+        return _Noise(PRIOR_SCALE, 1.0, offsets)
     correction = NORMAL * math.sqrt(checks / (checks - 1))
-    measured = correction * float(np.median(np.abs(centred)))
-    recent = correction * float(np.median(np.abs(centred[-RECENT:])))
+    measured, recent = (
+        correction * float(np.median(np.abs(part[~np.isnan(part)]))) for part in (z, z[-RECENT:])
+    )
     measured = recent if recent > NOISIER * measured else measured
     prior = PRIOR_CHECKS * PRIOR_SCALE**2
     scale = math.sqrt((prior + (checks - 1) * measured**2) / (PRIOR_CHECKS + checks - 1))
-    return _Noise(scale, _persistence(centred, measured), offsets)
+    return _Noise(scale, _persistence(z, measured), offsets)
 
 
 def _persistence(centred: Array, scale: float) -> float:
-    """How much less the mean of a window scatters than independence promises; >= 1."""
+    """How much more the mean of a window scatters than independent checks would; >= 1."""
     if len(centred) < PERSISTENCE_CHECKS or scale == 0:
         return 1.0
-    sums = np.cumsum(np.vstack([np.zeros(centred.shape[1]), centred]), axis=0)
-    means = (sums[WINDOW:] - sums[:-WINDOW]) / WINDOW
+    means = np.lib.stride_tricks.sliding_window_view(centred, WINDOW, axis=0).mean(axis=-1)
+    means = means[~np.isnan(means)]
+    if not len(means):
+        return 1.0
     persistence = NORMAL * float(np.median(np.abs(means))) * math.sqrt(WINDOW) / scale
     return persistence if persistence > LASTING else 1.0
 
@@ -287,6 +299,7 @@ def _window_scale(healthy: Array, usual: float) -> float:
 
     Few values are a poor estimate, so up to twice the usual scale its lower bound counts.
     """
+    healthy = healthy[:, ~np.isnan(healthy).any(axis=0)]
     freedom = healthy.shape[0] * (healthy.shape[1] - 1)
     if freedom < 1:
         return 0.0
@@ -309,16 +322,24 @@ def _admit(memory: _Recipe, check: _Check) -> None:
 
 
 def _matrix(checks: Sequence[_Check], ranks: tuple[int, ...]) -> Array:
-    """(checks, N) z of these ranks; checks that lack one of them are left out."""
-    rows = [check.z for check in checks if check.ranks == ranks]
-    if len(rows) < len(checks):
-        wanted = set(ranks)
-        rows = [
-            np.array([dict(zip(check.ranks, check.z, strict=True))[rank] for rank in ranks])
-            for check in checks
-            if wanted.issubset(check.ranks)
-        ]
-    return np.array(rows) if rows else np.empty((0, len(ranks)))
+    """(checks, N) z of these ranks; NaN where a rank was not timed."""
+    column = {rank: i for i, rank in enumerate(ranks)}
+    matrix = np.full((len(checks), len(ranks)), np.nan)
+    for row, check in zip(matrix, checks, strict=True):
+        if check.ranks == ranks:
+            row[:] = check.z
+        else:
+            known = [i for i, rank in enumerate(check.ranks) if rank in column]
+            row[[column[check.ranks[i]] for i in known]] = check.z[known]
+    return matrix
+
+
+def _medians(matrix: Array) -> Array:
+    """(N,) median of the values that each column has; 0 where it has none."""
+    if not np.isnan(matrix).any():
+        return np.median(matrix, axis=0)
+    columns = (column[~np.isnan(column)] for column in matrix.T)
+    return np.array([np.median(values) if len(values) else 0.0 for values in columns])
 
 
 def _separated(check: _Check, times: Array, slow: Array, margin: float) -> Verdict:
