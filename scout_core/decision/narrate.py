@@ -83,6 +83,33 @@ def sdc(finding: Finding, reproduced: int, repeats: int, scene: Scene) -> Incide
     )
 
 
+def incoherent(finding: Finding, scene: Scene) -> Incident:
+    """Describe parameters that were not their own masters cast down; no peers were asked."""
+    culprits = scene.culprits(finding.ranks, finding.what)
+    if culprits:
+        message = (
+            f"{name_ranks(culprits)} held values of {finding.what} that are not its own masters "
+            f"cast down ({finding.why}; compared on this rank, no vote needed); "
+            "replace the machine and restart from the verified checkpoint"
+        )
+    else:
+        message = (
+            f"ranks {list(finding.peers)} changed {finding.what} outside of the optimizer "
+            f"({finding.why}); the next update undoes that: change the masters too"
+        )
+    return Incident(
+        kind=Kind.SDC if culprits else Kind.NOT_COMPARABLE,
+        reason=finding.reason,
+        status=Status.ATTRIBUTED if culprits else Status.INCONCLUSIVE,
+        message=message,
+        step=scene.step,
+        culprits=culprits,
+        peer_group=finding.peers,
+        evidence={"what": finding.what, "seen": finding.why, "site": scene.site},
+        action=Action.REPLACE_MACHINE if culprits else Action.ESCALATE,
+    )
+
+
 def other_work(finding: Finding, scene: Scene) -> Incident:
     """Describe ranks that did other work than their peers: never called sdc."""
     culprits = scene.culprits(finding.ranks, scene.site)

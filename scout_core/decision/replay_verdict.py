@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from scout_core.decision import consensus
+from scout_core.decision import coherence, consensus
+from scout_core.decision.coherence import Incoherent
 from scout_core.decision.consensus import Status, Verdict
 from scout_core.decision.evidence import Evidence, Missing, Signature
 from scout_core.errors import ScoutError
@@ -31,7 +32,12 @@ REASONS = {
     "input_grad": "SDC_REPLAY_INPUT_GRAD",
     "parameter_grad": "SDC_REPLAY_PARAMETER_GRAD",
     "optimizer_update": "SDC_OPTIMIZER_UPDATE",
+    "masters": "SDC_MASTER_COHERENCE",
+    "edit": "STATE_EDITED",
 }
+MASTERS = frozenset({REASONS["masters"], REASONS["edit"]})
+AUDITED = MASTERS | {REASONS["state"]}
+"""Reasons that speak of memory at rest: no replay is needed to show them."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,8 @@ class Report:
     gather_s: float | None = None
     state: Mapping[str, Signature] = field(default_factory=dict)
     """Folded signature per state unit, of the audit."""
+    incoherent: tuple[Incoherent, ...] = ()
+    """Parameters of this rank that were not their masters cast down since the last check."""
 
     def to_wire(self) -> bytes:
         """Encode as JSON; nan and inf survive."""
@@ -65,6 +73,7 @@ class Report:
             plain = json.loads(data)
             for name in ("stages", "state"):
                 plain[name] = {key: Signature(*value) for key, value in plain[name].items()}
+            plain["incoherent"] = tuple(Incoherent(*item) for item in plain["incoherent"])
             return cls(**plain)
         except (ValueError, TypeError, KeyError) as error:
             raise ScoutError(
@@ -85,7 +94,7 @@ class Finding:
     what: str
     """Stage, or name of the state unit."""
     why: str = ""
-    """Why nobody is blamed."""
+    """Why nobody is blamed; of the audit of masters: what was seen."""
     signatures: Mapping[int, str] = field(default_factory=dict)
     """Hex per global rank."""
     comparable: bool = True
@@ -94,6 +103,18 @@ class Finding:
     def attributed(self) -> bool:
         """Somebody is named."""
         return bool(self.ranks)
+
+
+def judge_coherence(reports: Mapping[int, Report]) -> list[Finding]:
+    """Name ranks whose parameters were not their own masters cast down; no peer is needed."""
+    findings = []
+    for judged in coherence.judge({rank: each.incoherent for rank, each in reports.items()}):
+        reason = REASONS["masters" if judged.is_fault else "edit"]
+        blamed = judged.ranks if judged.is_fault else ()
+        what, why = ", ".join(judged.names[:4]), judged.evidence
+        comparable = judged.is_fault
+        findings.append(Finding(reason, blamed, judged.ranks, what, why, comparable=comparable))
+    return findings
 
 
 def judge_state(

@@ -24,12 +24,11 @@ from scout_core.decision.topology import LayoutName, Topology
 from scout_core.decision.vote import Ballot, Dissent, Vote
 from scout_core.evidence.exchange import Exchange, Ranks
 from scout_core.evidence.folding import signature_of
-from scout_core.integration.framework import StateUnit
+from scout_core.integration.audit import Audit
 from scout_core.integration.subject import Subject
 
 ENTER = Ballot(True)
 NOTHING = Qualification()
-StateUnits = Callable[[], Sequence[StateUnit]]
 
 
 @dataclass(frozen=True)
@@ -96,14 +95,12 @@ class Check:
         self,
         exchange: Exchange,
         groups: WorkGroups,
-        state_units: StateUnits,
         confirm_repeats: int,
-        audit: bool,
+        audit: Audit | None,
     ) -> None:
-        """Prepare a check; `audit` adds the state audit to the replay."""
+        """Prepare a check; None for `audit` leaves state at rest out."""
         self._exchange = exchange
         self._groups = groups
-        self._state_units = state_units
         self._confirm_repeats = confirm_repeats
         self._audit = audit
 
@@ -181,15 +178,13 @@ class Check:
         return dict(zip(self._groups.work, reports, strict=True))
 
     def _with_state(self, report: Report) -> Report:
-        if not self._audit:
-            return report
-        units = {unit.name: signature_of(dict(unit.tensors)) for unit in self._state_units()}
-        return replace(report, state=units)
+        return report if self._audit is None else self._audit.added_to(report)
 
     def _judge(self, reports: Mapping[int, Report], known: Qualification) -> list[Finding]:
         groups = self._groups
         held = sorted(known.units & {name for report in reports.values() for name in report.state})
-        state = replay_verdict.judge_state(reports, groups.replicas, held)
+        state = replay_verdict.judge_coherence(reports)
+        state += replay_verdict.judge_state(reports, groups.replicas, held)
         blamed = frozenset(rank for finding in state for rank in finding.ranks)
         sharded = any(report.gather_s is not None for report in reports.values())
         gathers = groups.gathers if sharded else ()
@@ -200,7 +195,7 @@ class Check:
         units = sorted({f.what for f in findings if f.reason == replay_verdict.REASONS["state"]})
         mine = {
             f"{unit.name}\t{name}": list(signature_of({name: tensor}))
-            for unit in self._state_units()
+            for unit in (self._audit.units() if self._audit is not None else ())
             if unit.name in units
             for name, tensor in unit.tensors
         }

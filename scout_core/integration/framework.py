@@ -6,6 +6,7 @@ It holds no rule, starts no process and catches no exception (the session guards
 
 from __future__ import annotations
 
+import abc
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,9 @@ from torch import nn
 
 from scout_core.decision.topology import LayoutName, Topology
 from scout_core.evidence.capture import Undo
+from scout_core.evidence.coherence import MasterPair
 from scout_core.evidence.isolate import Materialised, plain_leaf
+from scout_core.evidence.optimizer_replay import ELEMENTWISE
 from scout_core.evidence.rng import RngState, get_rng, set_rng
 
 Role = Literal["hidden", "embedding", "head", "other", "expert"]
@@ -78,6 +81,21 @@ class Framework(Protocol):
     def on_step_end(self, hook: Callable[[], None]) -> Undo:
         """Call the hook after each optimizer step, once, whatever gradient accumulation does."""
 
+    def before_update(self, hook: Callable[[], None]) -> Undo:
+        """Call the hook when all backward passes of a step are done and nothing is updated yet.
+
+        It may be called again in the same step.
+        """
+
+    def is_elementwise(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Tell whether the update of a slice is the slice of the update."""
+
+    def master_pairs(self) -> Sequence[MasterPair]:
+        """Parameters that must equal their masters cast down, outside of updates; always the same.
+
+        Local; called in every step when it is not empty, so it must be cheap.
+        """
+
     def whole(self, module: nn.Module) -> contextlib.AbstractContextManager[Materialised]:
         """Make the module's parameters whole (a collective of its sharding group) and free them."""
 
@@ -94,10 +112,25 @@ class Framework(Protocol):
         """Put a state back."""
 
 
-class FrameworkBase:
+class FrameworkBase(abc.ABC):
     """Defaults that hold for most frameworks: whole parameters, torch's generators."""
 
     device: torch.device
+
+    @abc.abstractmethod
+    def optimizers(self) -> Sequence[torch.optim.Optimizer]:
+        """See `Framework`."""
+
+    def before_update(self, hook: Callable[[], None]) -> Undo:
+        """Use the first optimizer's public hook."""
+        first = self.optimizers()[0]
+        return first.register_step_pre_hook(lambda opt, args, kwargs: hook()).remove
+
+    def is_elementwise(self, optimizer: torch.optim.Optimizer) -> bool:
+        return isinstance(optimizer, ELEMENTWISE)
+
+    def master_pairs(self) -> Sequence[MasterPair]:
+        return ()
 
     @contextlib.contextmanager
     def whole(self, module: nn.Module) -> Iterator[Materialised]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from scout_core.decision import narrate, qualification, replay_verdict
 from scout_core.decision.consensus import Status
@@ -13,7 +13,8 @@ from scout_core.decision.narrate import Scene
 from scout_core.decision.qualification import Qualification
 from scout_core.decision.straggler import StragglerRule
 from scout_core.decision.topology import LayoutName, Topology
-from scout_core.integration.check import Result, WorkGroups, dissent_finding
+from scout_core.integration.check import Repeated, Result, WorkGroups, dissent_finding
+from scout_core.integration.ledger import stamped
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,10 @@ class News:
 
     def __bool__(self) -> bool:
         return bool(self.incidents or self.retire or self.remarks or self.broken)
+
+    def stamped(self, job: str) -> News:
+        """Give each incident its job, time and identity."""
+        return replace(self, incidents=tuple(stamped(each, job) for each in self.incidents))
 
     def to_wire(self) -> bytes:
         """Encode as JSON."""
@@ -82,8 +87,11 @@ class Interpreter:
             return News(retire=f"the replay failed on {shown}")
         armed = result.turn.recipe in known.recipes
         why = qualification.why_not_reproducible(armed, result.reports)
-        found = [r for r in result.found if not why or r.finding.reason == "SDC_STATE"]
-        incidents = [narrate.sdc(r.finding, r.reproduced, r.repeats, scene) for r in found]
+        # Parameters that never were equal on the replicas cannot give equal results either.
+        unequal = result.site in result.known.differing_units
+        audited = replay_verdict.AUDITED
+        found = [r for r in result.found if not (why or unequal) or r.finding.reason in audited]
+        incidents = [_incident(r, scene) for r in found]
         incidents += self._new_differences(result, groups, known, scene)
         if result.turn.timed and not why:
             incidents += self._stragglers(result, groups, scene)
@@ -119,3 +127,10 @@ class Interpreter:
         new = tuple(remark for remark in remarks if remark not in self._said)
         self._said |= set(new)
         return new
+
+
+def _incident(repeated: Repeated, scene: Scene) -> Incident:
+    finding = repeated.finding
+    if finding.reason in replay_verdict.MASTERS:
+        return narrate.incoherent(finding, scene)
+    return narrate.sdc(finding, repeated.reproduced, repeated.repeats, scene)

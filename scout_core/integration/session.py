@@ -17,12 +17,15 @@ from scout_core.config import ScoutConfig
 from scout_core.decision import rotation
 from scout_core.decision.incident import Incident, Kind
 from scout_core.decision.qualification import Qualification
+from scout_core.decision.replay_verdict import AUDITED
 from scout_core.decision.rotation import AUDIT, OPTIMIZER, Rotation, Turn
 from scout_core.decision.straggler import StragglerRule
 from scout_core.decision.topology import GroupCoverage, LayoutName, Topology
 from scout_core.evidence.capture import Undo
 from scout_core.evidence.clock import Clock, clock_for
+from scout_core.evidence.coherence import CoherenceWatch
 from scout_core.evidence.exchange import Exchange
+from scout_core.integration.audit import Audit
 from scout_core.integration.check import Check, Result, WorkGroups
 from scout_core.integration.framework import Framework, Site
 from scout_core.integration.interpret import Interpreter, News
@@ -32,7 +35,6 @@ from scout_core.integration.subject import (
     ModuleSubject,
     OptimizerSubject,
     Subject,
-    can_replay,
 )
 from scout_core.report.events import RunDir
 
@@ -104,8 +106,11 @@ class Session:
         self._checks = 0
         self._steps = 0
         self._known = Qualification()
-        self._ledger = Ledger(config.job, self._on_incident)
+        self._ledger = Ledger(self._on_incident)
+        self._watch = CoherenceWatch(framework.master_pairs)
         self._learn_the_job()
+        if not self._watch.is_empty:
+            self._undo.append(framework.before_update(self._guarded(self._look)))
         self._undo.append(framework.on_step_end(self._guarded(self._after_step)))
         self._say(f"scout: {framework.name}, {self.coverage().line()}")
         if rotation.is_due(1, config.interval_steps):
@@ -115,6 +120,16 @@ class Session:
     def step_count(self) -> int:
         """Optimizer steps since the session began."""
         return self._steps
+
+    @property
+    def check_count(self) -> int:
+        """Checks since the session began."""
+        return self._checks
+
+    @property
+    def qualified(self) -> frozenset[str]:
+        """Recipes that proved reproducible, so that they are compared exactly."""
+        return self._known.recipes
 
     @property
     def armed(self) -> bool:
@@ -180,7 +195,11 @@ class Session:
             "host": socket.gethostname(),
             "device": _device_name(self._framework.device),
             "recipes": self._local_recipes(sites),
-            "missing": [*self._framework.uncovered(), *self._optimizer_gaps()],
+            "missing": [
+                *self._framework.uncovered(),
+                *self._optimizer_gaps(),
+                *self._watch.gaps(),
+            ],
         }
         everyone = tuple(range(self._exchange.world_size))
         gathered = self._exchange.all_gather(json.dumps(mine).encode(), everyone)
@@ -206,7 +225,7 @@ class Session:
 
     def _local_recipes(self, sites: Sequence[Site]) -> list[str]:
         names = list(dict.fromkeys(site.path_class for site in sites))
-        if any(can_replay(optimizer) for optimizer in self._framework.optimizers()):
+        if self._able():
             names.append(OPTIMIZER)
         return names
 
@@ -214,8 +233,13 @@ class Session:
         return [
             f"updates of {type(optimizer).__name__} cannot be replayed on a slice"
             for optimizer in self._framework.optimizers()
-            if not can_replay(optimizer)
+            if not self._framework.is_elementwise(optimizer)
         ]
+
+    def _able(self) -> list[torch.optim.Optimizer]:
+        """Optimizers whose updates can be replayed."""
+        framework = self._framework
+        return [each for each in framework.optimizers() if framework.is_elementwise(each)]
 
     def _after_step(self) -> None:
         self._steps += 1
@@ -223,6 +247,10 @@ class Session:
             self._check()
         if self._armed and rotation.is_due(self._steps + 1, self._config.interval_steps):
             self._arm()
+
+    def _look(self) -> None:
+        if self._armed:
+            self._watch.look(self._steps)
 
     def _arm(self) -> None:
         """Start recording: the end of the coming step has a check."""
@@ -237,7 +265,7 @@ class Session:
 
     def _make_subject(self, turn: Turn) -> Subject:
         if turn.recipe == OPTIMIZER:
-            able = [opt for opt in self._framework.optimizers() if can_replay(opt)]
+            able = self._able()
             if able:
                 rounds, index = divmod(turn.round, len(able))
                 most = self._config.optimizer_slice_elements
@@ -261,22 +289,25 @@ class Session:
         self._in_check = True
         for turn, subject in zip(turns, subjects, strict=True):
             if self._armed:
-                self._replay(turn, subject, audit=turn is turns[0])
+                self._replay(turn, subject, audits=turn is turns[0])
         self._in_check = False
         self._let_go()
         self._checks += 1
 
-    def _replay(self, turn: Turn, subject: Subject, audit: bool) -> None:
+    def _replay(self, turn: Turn, subject: Subject, audits: bool) -> None:
         layout = self._layout_of(turn)
         groups = self._groups[layout]
-        repeats = self._config.confirm_repeats
-        check = Check(self._exchange, groups, self._framework.state_units, repeats, audit)
+        repeats, units = self._config.confirm_repeats, self._framework.state_units
+        audit = Audit(units, self._watch, layout, self._steps) if audits else None
+        check = Check(self._exchange, groups, repeats, audit)
         result = check.run(turn, self._steps, subject, self._known, self._broken)
         subject.close()
+        if audits and result.entered:
+            self._watch.clear()
         news = self._interpret(result, groups, layout)
         speaks = news.broken or self._exchange.rank == groups.work[0]
         told = check.share(news.to_wire() if speaks and news else b"")
-        self._take_in([News.from_wire(part) for part in told], result, audit)
+        self._take_in([News.from_wire(part) for part in told], result, audits)
 
     def _interpret(self, result: Result, groups: WorkGroups, layout: LayoutName) -> News:
         """Guarded apart, because peers wait for this rank's news even when it has a bug."""
@@ -291,7 +322,7 @@ class Session:
             self._known = result.known
             if not news.retire:
                 self._known = self._known.with_recipe(result.turn.recipe)
-        return news
+        return news.stamped(self._config.job)
 
     def _take_in(self, told: Sequence[News], result: Result, audit: bool) -> None:
         """Act on the job's news; every rank has the same."""
@@ -371,9 +402,11 @@ class Session:
 
 def _shown_by(incident: Incident, recipe: str) -> str:
     """Name what must look healthy before the fault counts as gone."""
-    if incident.reason == "SDC_STATE":
+    if incident.reason in AUDITED:
         return AUDIT
-    return str(incident.evidence["site"]) if incident.kind is Kind.SDC else recipe
+    if incident.kind in (Kind.SDC, Kind.NOT_COMPARABLE):
+        return str(incident.evidence.get("site", AUDIT))
+    return recipe
 
 
 def _device_name(device: torch.device) -> str:

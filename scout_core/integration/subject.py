@@ -24,7 +24,7 @@ from scout_core.evidence.capture import (
 from scout_core.evidence.clock import Clock
 from scout_core.evidence.exchange import Exchange, Ranks
 from scout_core.evidence.folding import signature_of
-from scout_core.evidence.optimizer_replay import ELEMENTWISE, OptimizerRecorder, updated
+from scout_core.evidence.optimizer_replay import OptimizerRecorder, updated
 from scout_core.evidence.replay import Device, Inputs, Replayed, replay
 from scout_core.integration.framework import Framework, Site
 
@@ -189,11 +189,6 @@ def copies_for(mine: Arguments, of_source: Vote) -> list[torch.Tensor]:
         like.clone() if equal else blank(leaf, like)
         for leaf, like, equal in zip(leaves, mine.tensors, same, strict=True)
     ]
-
-
-def can_replay(optimizer: torch.optim.Optimizer) -> bool:
-    """Tell whether the optimizer's update of a slice is the slice of its update."""
-    return isinstance(optimizer, ELEMENTWISE)
 
 
 def _vote_of(base: Vote, arguments: Arguments, modes: str) -> Vote:

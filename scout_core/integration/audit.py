@@ -1,0 +1,44 @@
+"""State at rest, as one check sees it: replicated state by signature, owned state by coherence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from scout_core.decision.replay_verdict import Report
+from scout_core.decision.topology import LayoutName
+from scout_core.evidence.coherence import CoherenceWatch
+from scout_core.evidence.folding import signature_of
+from scout_core.integration.framework import StateUnit
+
+
+class Audit:
+    """What this rank adds to its report about its own memory."""
+
+    def __init__(
+        self,
+        state_units: Callable[[], Sequence[StateUnit]],
+        watch: CoherenceWatch,
+        layout: LayoutName,
+        step: int,
+    ) -> None:
+        """Prepare the audit of one check.
+
+        Args:
+            layout: of the groups that are compared. Dense replicas hold different experts, while
+                expert replicas hold the same dense state too.
+        """
+        self._state_units = state_units
+        self._watch = watch
+        self._layout = layout
+        self._step = step
+
+    def units(self) -> list[StateUnit]:
+        """Return the units that replicas of the layout hold alike."""
+        return [unit for unit in self._state_units() if self._layout in ("expert", unit.layout)]
+
+    def added_to(self, report: Report) -> Report:
+        """Sign the state as it is now, and look once more at masters."""
+        state = {unit.name: signature_of(dict(unit.tensors)) for unit in self.units()}
+        self._watch.look(self._step)
+        return replace(report, state=state, incoherent=self._watch.found())
