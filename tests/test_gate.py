@@ -17,6 +17,7 @@ from scout_core.errors import ScoutError
 
 SIZES = (1, 2, 5)
 SWEEPS = (None, True, False)
+unhurried = settings(deadline=None)  # a busy machine is no counterexample
 QUESTIONS = list(itertools.product(Failure, (True, False), SWEEPS))
 
 
@@ -59,6 +60,7 @@ def run(gate: CheckpointGate, outcomes: str, first: int = 1, save_first: bool = 
 
 @pytest.mark.parametrize("k", SIZES)
 @pytest.mark.parametrize("save_first", [False, True])
+@unhurried
 @given(outcomes=st.text("cs", max_size=24))
 def test_one_accepted_check_per_save_is_algorithm_3(
     k: int, save_first: bool, outcomes: str
@@ -95,6 +97,7 @@ def test_a_cycle_needs_every_recipe_however_often_one_is_repeated() -> None:
 
 
 @pytest.mark.parametrize("k", SIZES)
+@unhurried
 @given(data=st.data())
 def test_any_doubt_between_two_cycles_starts_both_again(k: int, data: st.DataObject) -> None:
     position = data.draw(st.integers(0, 2 * k - 1))
@@ -110,6 +113,7 @@ def test_any_doubt_between_two_cycles_starts_both_again(k: int, data: st.DataObj
 
 
 @pytest.mark.parametrize("k", SIZES)
+@unhurried
 @given(outcomes=st.text("cs", min_size=1, max_size=30))
 def test_a_straggler_alone_never_loses_progress(k: int, outcomes: str) -> None:
     gate = CheckpointGate(k)
@@ -138,6 +142,7 @@ def test_saves_are_refused_after_a_corruption_and_during_a_hang() -> None:
     assert gate.latest == (2, None)
 
 
+@unhurried
 @given(late=st.integers(0, 6))
 def test_a_save_told_late_counts_from_its_own_step(late: int) -> None:
     gate = CheckpointGate(2)
@@ -159,6 +164,14 @@ def test_a_suspicion_ends_with_a_clean_cycle_or_a_clean_sweep(doubt: str, restor
     assert swept.retrieve("straggler") == Choice(restored, 6)
     run(gate, "c", first=7)
     assert gate.retrieve("straggler") == Choice(restored, 7)
+
+
+def test_a_suspicion_does_not_outlive_a_restart_from_the_proven() -> None:
+    gate = CheckpointGate(2)
+    run(gate, "cccci")
+    gate.on_restart(2)
+    run(gate, "c", first=3)
+    assert gate.retrieve("straggler") == Choice("latest", 3)
 
 
 def test_a_sweep_that_is_not_clean_condemns_like_a_check() -> None:
@@ -224,6 +237,42 @@ def test_saving_again_at_the_candidates_step_keeps_it_the_candidate() -> None:
     run(gate, "cx", first=2)
     gate.on_restart(1, "final")
     assert gate.retrieve("straggler") == Choice("latest", 1, "final")
+
+
+def test_saving_again_at_the_proven_step_condemns_nothing_later() -> None:
+    gate = CheckpointGate(1)
+    run(gate, "c")
+    gate.on_check(2, 0, "clean")
+    gate.on_check(3, 0, "inconclusive")
+    gate.on_save(1, "final")
+    gate.on_check(4, 0, "sdc")
+    gate.on_restart(1, "final")
+    gate.on_sweep(clean=True)
+    assert gate.retrieve("straggler") == Choice("latest", 1, "final")
+
+
+def test_saves_after_the_candidate_are_condemned_when_it_is_proven_first() -> None:
+    gate = CheckpointGate(2)
+    run(gate, "ccccccx")
+    assert gate.verified == (4, None)
+    gate.on_restart(5)
+    assert gate.retrieve("straggler") == Choice("verified", 4)
+
+
+def test_a_save_of_an_older_step_means_that_the_job_went_back() -> None:
+    gate = CheckpointGate(1)
+    run(gate, "cccccx")
+    assert gate.on_save(5) is Label.UNPROVEN
+    assert gate.retrieve("straggler") == Choice("latest", 5)
+
+
+def test_a_job_that_went_back_may_save_before_it_checks() -> None:
+    gate = CheckpointGate(1)
+    run(gate, "ccccc")
+    gate.on_restart(3)
+    gate.on_save(4)
+    gate.on_check(4, 0, "clean")
+    assert gate.retrieve("straggler") == Choice("latest", 4)
 
 
 def test_a_save_before_the_end_of_the_first_cycle_is_no_candidate() -> None:

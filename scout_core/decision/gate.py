@@ -329,8 +329,7 @@ class CheckpointGate:
             self._after_proof = None
         self.verified = self.verified if self.verified in older else None
         self.uncertified = self.uncertified if self.uncertified in older else None
-        newest = max(older, key=lambda saved: saved.step, default=None)
-        self.latest = self.verified if self.doubts.condemned else newest
+        self.latest = max(older, key=lambda saved: saved.step, default=None)
         self._last_check = min(self._last_check, step - 1)
         self._last_save = min(self._last_save, step - 1)
 
