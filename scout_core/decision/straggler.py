@@ -323,21 +323,21 @@ def _admit(memory: _Recipe, check: _Check) -> None:
 
 def _matrix(checks: Sequence[_Check], ranks: tuple[int, ...]) -> Array:
     """(checks, N) z of these ranks; NaN where a rank was not timed."""
+    if checks and all(check.ranks == ranks for check in checks):
+        return np.array([check.z for check in checks])
     column = {rank: i for i, rank in enumerate(ranks)}
     matrix = np.full((len(checks), len(ranks)), np.nan)
     for row, check in zip(matrix, checks, strict=True):
-        if check.ranks == ranks:
-            row[:] = check.z
-        else:
-            known = [i for i, rank in enumerate(check.ranks) if rank in column]
-            row[[column[check.ranks[i]] for i in known]] = check.z[known]
+        known = [i for i, rank in enumerate(check.ranks) if rank in column]
+        row[[column[check.ranks[i]] for i in known]] = check.z[known]
     return matrix
 
 
 def _medians(matrix: Array) -> Array:
     """(N,) median of the values that each column has; 0 where it has none."""
-    if not np.isnan(matrix).any():
-        return np.median(matrix, axis=0)
+    if len(matrix) and not np.isnan(matrix).any():
+        medians: Array = np.median(matrix, axis=0)
+        return medians
     columns = (column[~np.isnan(column)] for column in matrix.T)
     return np.array([np.median(values) if len(values) else 0.0 for values in columns])
 
