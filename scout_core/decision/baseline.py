@@ -46,10 +46,24 @@ class _Baseline:
     """What the rule remembers of one key; times are log seconds."""
 
     reference: list[float] = field(default_factory=list)
+    centre: float = 0.0
+    scale: float = SMALLEST_SCALE
     recent: list[float] = field(default_factory=list)
     rise: float = 0.0
     """Cumulative sum, in scales."""
     checks: int = 0
+
+    def learn(self, value: float) -> None:
+        """Add a value to the reference."""
+        self.reference.append(value)
+        self.measure()
+
+    def measure(self) -> None:
+        """Take centre and scale from the reference."""
+        values = np.array(self.reference)
+        if len(values) >= LEARNING:
+            self.centre = float(np.median(values))
+            self.scale = max(SMALLEST_SCALE, _scale(values - self.centre))
 
 
 class SlowdownRule:
@@ -83,7 +97,7 @@ class SlowdownRule:
         if len(baseline.reference) >= LEARNING:
             self._accumulate(baseline, value)
         if len(baseline.reference) < REFERENCE and baseline.rise < LIMIT / 2:
-            baseline.reference.append(round(value, 6))
+            baseline.learn(round(value, 6))
         return _reading(baseline)
 
     def forget(self, key: str) -> None:
@@ -118,12 +132,13 @@ class SlowdownRule:
             )
         try:
             for key, plain in state["keys"].items():
-                rule._baselines[key] = _Baseline(
+                baseline = rule._baselines[key] = _Baseline(
                     [float(value) for value in plain["reference"]],
-                    [float(value) for value in plain["recent"]],
-                    float(plain["rise"]),
-                    int(plain["checks"]),
+                    recent=[float(value) for value in plain["recent"]],
+                    rise=float(plain["rise"]),
+                    checks=int(plain["checks"]),
                 )
+                baseline.measure()
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ScoutError(
                 f"slowdown state cannot be read ({error!r}); start without it"
@@ -131,10 +146,8 @@ class SlowdownRule:
         return rule
 
     def _accumulate(self, baseline: _Baseline, value: float) -> None:
-        reference = np.array(baseline.reference)
-        centre = float(np.median(reference))
-        scale = max(SMALLEST_SCALE, _scale(reference - centre))
-        excess = min((value - centre - math.log1p(self.dead_zone)) / scale, ONE_CHECK)
+        excess = (value - baseline.centre - math.log1p(self.dead_zone)) / baseline.scale
+        excess = min(excess, ONE_CHECK)
         baseline.rise = min(max(0.0, baseline.rise + excess - ALLOWANCE), 2 * LIMIT)
         baseline.checks = baseline.checks + 1 if baseline.rise > 0 else 0
 
@@ -157,5 +170,5 @@ def _scale(centred: npt.NDArray[np.float64]) -> float:
 def _reading(baseline: _Baseline) -> Slowdown:
     if len(baseline.reference) < LEARNING:
         return Slowdown(False, 1.0, 0)
-    change = np.mean(baseline.recent) - np.median(baseline.reference)
-    return Slowdown(baseline.rise > LIMIT, float(np.exp(change)), baseline.checks)
+    change = sum(baseline.recent) / len(baseline.recent) - baseline.centre
+    return Slowdown(baseline.rise > LIMIT, math.exp(change), baseline.checks)
