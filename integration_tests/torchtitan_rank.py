@@ -1,0 +1,94 @@
+"""What each rank of a test job does: torchtitan's own `main`, watched and sometimes broken."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+import types
+from typing import Any
+
+import torch
+import torchtitan.train
+from torchtitan.config import ConfigManager
+
+from integration_tests.torchtitan_job import Job, RankResult, result_path
+from scout_core.evidence.folding import signature_of
+from scout_core.lab.faults import Target, inject
+
+
+def train(job: Job, rank: int) -> None:
+    """Run the job's rank to its end and leave its result."""
+    torch.set_num_threads(1)
+    argv = list(job.argv)
+    sys.argv = ["train", *argv]
+    ConfigManager.parse_args.__defaults__ = (argv,)  # bound when torchtitan was imported
+    clock = torchtitan.train.time
+    torchtitan.train.time = types.SimpleNamespace(
+        perf_counter=clock.perf_counter,
+        sleep=lambda seconds: None,  # rank 0 waits 2 s at the end of training
+    )
+    result = RankResult()
+    torchtitan.train.main(_watched(job, rank, result))
+    result_path(job.folder, rank).write_bytes(pickle.dumps(result))
+
+
+def _watched(job: Job, rank: int, result: RankResult) -> type[Any]:
+    class Watched(torchtitan.train.Trainer):  # type: ignore[misc]
+        def __init__(self, job_config: Any) -> None:
+            super().__init__(job_config)
+            _record_metrics(self.metrics_processor, result)
+
+        def train_step(self, data_iterator: Any) -> None:
+            for fault in job.faults:
+                if fault.rank == rank and fault.step == self.step - 1:
+                    inject(fault, _target(self))
+            super().train_step(data_iterator)
+
+        def close(self) -> None:
+            _take_home(self, result)
+            super().close()
+
+    return Watched
+
+
+def _record_metrics(processor: Any, result: RankResult) -> None:
+    log, write = processor.log, processor.logger.log
+
+    def logged(step: int, loss: float, largest: float, norm: float, **more: Any) -> None:
+        result.losses.append((step, float(loss).hex(), float(norm).hex()))
+        log(step, loss, largest, norm, **more)
+
+    def written(metrics: dict[str, Any], step: int) -> None:
+        result.metrics = {key: v for key, v in metrics.items() if key.startswith("scout/")}
+        write(metrics, step)
+
+    processor.log, processor.logger.log = logged, written
+
+
+def _target(trainer: Any) -> Target:
+    """What faults act on; without SCOUT there is nothing but layers and optimizer."""
+    layers = [layer for part in trainer.model_parts for layer in part.layers.values()]
+    session = getattr(trainer, "scout", None)
+    framework = getattr(session, "_framework", None)
+    exchange = getattr(session, "_exchange", None)
+    return Target(layers, trainer.optimizers.optimizers[0], framework, exchange)
+
+
+def _take_home(trainer: Any, result: RankResult) -> None:
+    parameters = {
+        f"{part}.{name}": parameter
+        for part, model in enumerate(trainer.model_parts)
+        for name, parameter in model.named_parameters()
+    }
+    result.parameters = f"{signature_of(parameters).value:016x}"
+    result.loaded = sorted(name for name in sys.modules if name.startswith("scout_torchtitan"))
+    session = getattr(trainer, "scout", None)
+    if session is None:
+        return
+    coverage = session.coverage()
+    result.coverage = coverage.line()
+    result.recipes = coverage.recipes
+    result.not_covered = coverage.not_covered
+    result.incidents = session.incidents()
+    result.checks = session.check_count
+    result.armed = session.armed
