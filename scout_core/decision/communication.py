@@ -1,0 +1,221 @@
+"""From timed collectives to a diagnosis: which groups are slow, and what explains them.
+
+A group is compared with its siblings, the groups of the same kind, size and number of hosts, by the
+calibrated straggler rule, and with its own history, which also sees what all siblings share.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from scout_core.decision.baseline import SlowdownRule
+from scout_core.decision.evidence import is_healthy_duration
+from scout_core.decision.localize import Diagnosis, localize
+from scout_core.decision.observed_groups import Observation
+from scout_core.decision.straggler import StragglerRule
+from scout_core.decision.topology import MIN_PEERS, Topology
+from scout_core.errors import ScoutError
+
+PATIENCE_CHECKS = 5  # how long a group that may yet turn out slow holds the diagnosis back
+RISING_CHECKS = 2  # checks of a rise after which a group may yet turn out slow
+LATE_FRACTION = 0.5  # a late member waits less than this fraction of what every other one waits
+LATE_S = 1e-3  # and at least this many seconds less
+STATE_SCHEMA = "scout.communication/1"
+
+
+class GroupTiming(NamedTuple):
+    """One process group's collective, timed by its members."""
+
+    ranks: tuple[int, ...]
+    """Global ranks of all members, also of those that did not report."""
+    kind: str
+    """Axis letter of "dstpce", or "fsdp", "tp" and the like."""
+    seconds: Mapping[int, float]
+    """By global rank, from when all members are ready (after a barrier of the group)."""
+
+
+@dataclass(frozen=True)
+class CommunicationCheck:
+    """What one round of timings came to."""
+
+    diagnosis: Diagnosis
+    """Empty while `settled` is False."""
+    settled: bool
+    """False: some group looks slow and is not confirmed yet, or was confirmed only now; repeat."""
+    observations: tuple[Observation, ...]
+    slowdowns: Mapping[tuple[int, ...], float]
+    """How many times their own or their siblings' duration the slow groups take, by members."""
+
+
+class _Key(NamedTuple):
+    kind: str
+    ranks: tuple[int, ...]
+
+
+class CommunicationRule:
+    """Find slow groups over successive checks and explain them.
+
+    Give all groups of a kind in the same check: siblings that are timed in different checks cannot
+    be compared. State is explicit (`state`, `from_state`), so it survives a restart.
+    """
+
+    def __init__(self, topology: Topology, kappa: float = 5.0) -> None:
+        """Start without history; `kappa` is the sensitivity of `StragglerRule`."""
+        self._topology = topology
+        self._siblings = StragglerRule(kappa)
+        self._history = SlowdownRule()
+        self._numbers: dict[_Key, int] = {}
+        self._slow: frozenset[_Key] = frozenset()
+        self._unchanged = 0
+
+    def update(
+        self,
+        timings: Iterable[GroupTiming],
+        *,
+        compute_stragglers: Collection[int] = (),
+        resources: Mapping[int | str, str] | None = None,
+    ) -> CommunicationCheck:
+        """Add one round of timings; `localize.localize` explains the other arguments.
+
+        Raises:
+            ScoutError: a rank outside the world, an unknown kind, or an empty group.
+        """
+        reported = {
+            _Key(timing.kind, tuple(sorted(timing.ranks))): _group_seconds(timing)
+            for timing in timings
+        }
+        slowdowns, maybe = self._judge(reported)
+        observations = tuple(
+            Observation(key.ranks, key.kind, None if seconds is None else key in slowdowns)
+            for key, seconds in reported.items()
+        )
+        settled = self._settle(frozenset(slowdowns), maybe)
+        diagnosis = Diagnosis(())
+        if settled:
+            diagnosis = localize(
+                self._topology,
+                observations,
+                compute_stragglers=compute_stragglers,
+                resources=resources,
+            )
+        factors = {key.ranks: factor for key, factor in slowdowns.items()}
+        return CommunicationCheck(diagnosis, settled, observations, factors)
+
+    def state(self) -> dict[str, Any]:
+        """Return everything the rule remembers, as JSON values."""
+        return {
+            "schema": STATE_SCHEMA,
+            "siblings": self._siblings.state(),
+            "history": self._history.state(),
+            "numbers": [[kind, list(ranks)] for kind, ranks in self._numbers],
+            "slow": sorted([kind, list(ranks)] for kind, ranks in self._slow),
+            "unchanged": self._unchanged,
+        }
+
+    @classmethod
+    def from_state(
+        cls, state: Mapping[str, Any], topology: Topology, kappa: float = 5.0
+    ) -> CommunicationRule:
+        """Continue from what `state` returned.
+
+        Raises:
+            ScoutError: not such a state.
+        """
+        rule = cls(topology, kappa)
+        if state.get("schema") != STATE_SCHEMA:
+            raise ScoutError(
+                f"communication state has schema {state.get('schema')!r}, not {STATE_SCHEMA!r}; "
+                "start without it"
+            )
+        try:
+            rule._siblings = StragglerRule.from_state(state["siblings"], kappa)
+            rule._history = SlowdownRule.from_state(state["history"])
+            rule._numbers = {key: i for i, key in enumerate(map(_key, state["numbers"]))}
+            rule._slow = frozenset(map(_key, state["slow"]))
+            rule._unchanged = int(state["unchanged"])
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ScoutError(
+                f"communication state cannot be read ({error!r}); start without it"
+            ) from error
+        return rule
+
+    def _settle(self, slow: frozenset[_Key], maybe: set[_Key]) -> bool:
+        """Whether the slow groups can be explained, or another one has to be waited for.
+
+        The groups of one faulty rank are confirmed one after another; in between, each would look
+        like a slow link of its own.
+        """
+        self._unchanged = self._unchanged + 1 if slow == self._slow else 0
+        self._slow = slow
+        if not slow:
+            return not maybe
+        touched = {rank for key in slow for rank in key.ranks}
+        waiting = any(not touched.isdisjoint(key.ranks) for key in maybe)
+        return self._unchanged > PATIENCE_CHECKS or (self._unchanged > 0 and not waiting)
+
+    def _judge(self, reported: Mapping[_Key, float | None]) -> tuple[dict[_Key, float], set[_Key]]:
+        """Slow groups with their slow-down, and groups that may yet turn out slow."""
+        siblings: dict[str, dict[_Key, float]] = defaultdict(dict)
+        slow: dict[_Key, float] = {}
+        maybe: set[_Key] = set()
+        for key, seconds in reported.items():
+            if seconds is None:
+                continue
+            siblings[self._class_of(key)][key] = seconds
+            trend = self._history.update(f"{key.kind} {key.ranks}", seconds)
+            if trend.slow:
+                slow[key] = trend.factor
+            elif trend.checks >= RISING_CHECKS:
+                maybe.add(key)
+        for name, group_seconds in siblings.items():
+            if len(group_seconds) >= MIN_PEERS:
+                outliers, suspects = self._compare(name, group_seconds)
+                slow |= outliers
+                maybe |= suspects
+        return slow, maybe - slow.keys()
+
+    def _compare(
+        self, name: str, seconds: Mapping[_Key, float]
+    ) -> tuple[dict[_Key, float], set[_Key]]:
+        groups = {self._numbers.setdefault(key, len(self._numbers)): key for key in seconds}
+        times = {number: seconds[key] for number, key in groups.items()}
+        outliers = self._siblings.update(name, times).outliers
+        factors = self._siblings.slowdowns(name) if outliers else {}
+        suspects = {groups[number] for number in self._siblings.suspects(name)}
+        return {groups[number]: factors[number] for number in sorted(outliers)}, suspects
+
+    def _class_of(self, key: _Key) -> str:
+        hosts = self._topology.hosts
+        places = len({hosts[rank] for rank in key.ranks if 0 <= rank < len(hosts)})
+        return f"{key.kind} of {len(key.ranks)} ranks on {places} hosts"
+
+
+def late_member(seconds: Mapping[int, float]) -> int | None:
+    """Return the member that kept the others waiting in one collective, if one did.
+
+    All members leave a collective together, so the one that was in it for the shortest time came
+    last: whoever waits least is the late one.
+
+    Args:
+        seconds: time from entry to completion, by global rank of ALL members.
+    """
+    if len(seconds) < 2 or not all(is_healthy_duration(value) for value in seconds.values()):
+        return None
+    (rank, least), (_, next_least) = sorted(seconds.items(), key=lambda entry: entry[1])[:2]
+    late = least < LATE_FRACTION * next_least and next_least - least > LATE_S
+    return rank if late else None
+
+
+def _key(plain: Sequence[Any]) -> _Key:
+    kind, ranks = plain
+    return _Key(str(kind), tuple(int(rank) for rank in ranks))
+
+
+def _group_seconds(timing: GroupTiming) -> float | None:
+    """The time of the member that waited least, which is the transfer; None without all of them."""
+    values = [timing.seconds.get(rank) for rank in timing.ranks]
+    known = [value for value in values if value is not None and is_healthy_duration(value)]
+    return min(known) if known and len(known) == len(values) else None
