@@ -42,7 +42,7 @@ class Algorithm3:
     def retrieve(self, failure: Failure, reachable: bool, sweep: bool | None) -> int | None:
         if failure in (Failure.SDC, Failure.UNREACHABLE) or not reachable:
             return self.verified
-        if failure is Failure.STRAGGLER or sweep:
+        if failure in (Failure.STRAGGLER, Failure.NONE) or sweep:
             return self.latest
         return self.verified
 
@@ -264,6 +264,29 @@ def test_a_save_of_an_older_step_means_that_the_job_went_back() -> None:
     run(gate, "cccccx")
     assert gate.on_save(5) is Label.UNPROVEN
     assert gate.retrieve("straggler") == Choice("latest", 5)
+
+
+def test_what_was_saved_behind_the_point_that_a_job_went_back_to_is_given_up() -> None:
+    gate = CheckpointGate(2)
+    run(gate, "cccc")
+    gate.on_check(3, 1, "clean")
+    assert gate.retrieve("straggler") == Choice("latest", 2)
+
+
+def test_a_planned_stop_is_followed_by_the_latest_unless_something_is_open() -> None:
+    gate = CheckpointGate(2)
+    run(gate, "ccccc")
+    assert gate.retrieve("none") == Choice("latest", 5)
+    run(gate, "i", first=6)
+    assert gate.retrieve("none") == Choice("verified", 2)
+
+
+def test_a_checkpoint_that_moved_keeps_its_label() -> None:
+    gate = CheckpointGate(1)
+    run(gate, "c")
+    gate.on_moved(1, None, "disk/step-1")
+    run(gate, "c", first=2)
+    assert gate.retrieve("sdc") == Choice("verified", 1, "disk/step-1")
 
 
 def test_a_job_that_went_back_may_save_before_it_checks() -> None:

@@ -163,6 +163,12 @@ class CheckpointGate:
         self._set_world(catalog_size, uncovered)
         self._start_again()
 
+    def on_moved(self, step: int, path: str | None, new_path: str) -> None:
+        """A checkpoint lies somewhere else now."""
+        for name in _SLOTS:
+            if getattr(self, name) == (step, path):
+                setattr(self, name, Saved(step, new_path))
+
     def forget(self, step: int, path: str | None = None) -> None:
         """Never choose this checkpoint again: it was dropped or damaged."""
         gone = self._known(step, path)
@@ -193,8 +199,9 @@ class CheckpointGate:
             return self._proven("corruption was seen")
         if failure is Failure.UNREACHABLE or self.doubts.unreachable or not reachable:
             return self._proven("a machine is gone with the state it held")
-        if failure is Failure.STRAGGLER and not self.doubts.suspicious:
-            return self._newest("being slow says nothing against the state")
+        harmless = failure in (Failure.STRAGGLER, Failure.NONE)
+        if harmless and not self.doubts.suspicious:
+            return self._newest("nothing that was seen speaks against the state")
         if sweep_clean:
             return self._newest("a replay of the whole catalogue was clean")
         if sweep_clean is None:

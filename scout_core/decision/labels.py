@@ -32,7 +32,8 @@ class Failure(enum.Enum):
     STRAGGLER = "straggler"
     HANG = "hang"
     UNREACHABLE = "unreachable"  # a machine is gone, with the state it held
-    UNKNOWN = "unknown"
+    UNKNOWN = "unknown"  # the job ended without a word
+    NONE = "none"  # none: a planned stop
 
 
 class Label(enum.Enum):
