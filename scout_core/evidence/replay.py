@@ -7,6 +7,7 @@ The votes around it, and what the gathered evidence means, are in `integration.c
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,8 +19,9 @@ from scout_core.decision.evidence import Signature
 from scout_core.evidence.capture import Arguments, Modes, local_of, tensors_of
 from scout_core.evidence.clock import Clock, Timing
 from scout_core.evidence.folding import signature_of
-from scout_core.evidence.isolate import LeafMaker, Materialised, isolated, plain_leaf
+from scout_core.evidence.isolate import LeafMaker, Materialised, isolated
 from scout_core.evidence.rng import RngState
+from scout_core.evidence.stand_in import stand_in
 
 Whole = Callable[[nn.Module], contextlib.AbstractContextManager[Materialised]]
 
@@ -35,6 +37,8 @@ class Inputs:
     needs_grad: Sequence[bool]
     rng: RngState
     modes: Modes
+    poisoned: bool = False
+    """Training computes NaN: parameters are replaced by finite stand-ins."""
 
 
 @dataclass
@@ -65,12 +69,19 @@ class Device:
     device: torch.device
 
 
-def replay(module: nn.Module, inputs: Inputs, device: Device, repeats: int) -> Replayed:
+def replay(
+    module: nn.Module,
+    inputs: Inputs,
+    device: Device,
+    repeats: int,
+    apart: tuple[str, ...] = (),
+) -> Replayed:
     """Materialise the parameters, then run the real module forward and backward on copies.
 
     Args:
         module: live module; it is left exactly as it was (see Note [Isolated module]).
         repeats: >= 2; the fastest is the time, the first and the last are signed.
+        apart: prefixes of parameter names whose values and gradients are computed, not signed.
 
     The output's own value is the gradient that enters the backward pass: all peers have it and it
     needs no second broadcast.
@@ -82,14 +93,22 @@ def replay(module: nn.Module, inputs: Inputs, device: Device, repeats: int) -> R
         found.gather = device.clock.measure(
             lambda: entered.append(stack.enter_context(device.whole(module)))
         )
-        leaves = stack.enter_context(isolated(module, entered[0], device.make_leaf))
+        make_leaf = _poisoned(device.make_leaf) if inputs.poisoned else device.make_leaf
+        leaves = stack.enter_context(isolated(module, entered[0], make_leaf))
         stack.callback(device.set_rng, before)
-        if leaves:
-            found.theta = signature_of(leaves)
+        shared = {name: leaf for name, leaf in leaves.items() if not name.startswith(apart)}
+        if shared:
+            found.theta = signature_of(shared)
         trainable = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
         for repeat in range(repeats):
-            _one_repeat(module, inputs, device, trainable, found, repeat in (0, repeats - 1))
+            sign = repeat in (0, repeats - 1)
+            _one_repeat(module, inputs, device, trainable, found, shared if sign else None)
     return found
+
+
+def _poisoned(make_leaf: LeafMaker) -> LeafMaker:
+    seeds = itertools.count()
+    return lambda live, whole: make_leaf(live, stand_in(whole, next(seeds)))
 
 
 def _one_repeat(
@@ -98,7 +117,7 @@ def _one_repeat(
     device: Device,
     leaves: Mapping[str, nn.Parameter],
     found: Replayed,
-    sign: bool,
+    signed: Mapping[str, nn.Parameter] | None,
 ) -> None:
     copies = [
         tensor.clone().requires_grad_(needs)
@@ -116,15 +135,16 @@ def _one_repeat(
         torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False),
     ):
         found.calls.append(device.clock.measure(call.run))
-    if sign:
+    if signed is not None:
+        grads = dict(zip(leaves, call.leaf_grads, strict=True))
         found.outputs.append(
             {
                 "output": signature_of(dict(enumerate(call.outputs))),
                 "input_grad": signature_of(dict(enumerate(call.input_grads))),
-                "parameter_grad": signature_of(dict(zip(leaves, call.leaf_grads, strict=True))),
+                "parameter_grad": signature_of({n: g for n, g in grads.items() if n in signed}),
             }
         )
-        found.finite = found.finite and all(map(_finite, (*call.outputs, *call.grads)))
+        found.finite = found.finite and all(map(is_finite, (*call.outputs, *call.grads)))
 
 
 class _Call:
@@ -163,7 +183,8 @@ class _Call:
         return self.grads[len(self._inputs) :]
 
 
-def _finite(tensor: torch.Tensor | None) -> bool:
+def is_finite(tensor: torch.Tensor | None) -> bool:
+    """Tell whether a tensor holds neither NaN nor infinity; None is finite."""
     if tensor is None:
         return True
     local = local_of(tensor)

@@ -36,6 +36,9 @@ class Site:
     path_class: str
     """Equal for sites that run the same code on the same shapes and dtypes."""
     layout: LayoutName = "dense"
+    apart: tuple[str, ...] = ()
+    """Prefixes of parameter names, as in `module.named_parameters()`, that peers of this layout do
+    not share: the experts inside a layer, which are another site."""
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -25,7 +26,8 @@ from scout_core.evidence.clock import Clock
 from scout_core.evidence.exchange import Exchange, Ranks
 from scout_core.evidence.folding import signature_of
 from scout_core.evidence.optimizer_replay import OptimizerRecorder, updated
-from scout_core.evidence.replay import Device, Inputs, Replayed, replay
+from scout_core.evidence.replay import Device, Inputs, Replayed, is_finite, replay
+from scout_core.evidence.stand_in import stand_in
 from scout_core.integration.framework import Framework, Site
 
 
@@ -41,8 +43,8 @@ class Subject(Protocol):
     def receive(self, exchange: Exchange, peers: Ranks, source: int) -> None:
         """Get the source's inputs; all peers call it together (Algorithm 2, line 6)."""
 
-    def run(self) -> Report:
-        """Repeat the work on what was received."""
+    def run(self, poisoned: bool) -> Report:
+        """Repeat the work on what was received; on finite stand-ins when training is poisoned."""
 
     def close(self) -> None:
         """Disarm, and let go of everything that was captured."""
@@ -95,12 +97,15 @@ class ModuleSubject:
         for tensor in (*self._inputs.tensors, *self._inputs.rng.values()):
             exchange.broadcast(local_of(tensor), source, peers)
 
-    def run(self) -> Report:
+    def run(self, poisoned: bool) -> Report:
         inputs = self._inputs
         assert inputs is not None
         received = signature_of({**dict(enumerate(inputs.tensors)), **inputs.rng})
-        found = replay(self._site.module, inputs, self._device, self._repeats)
-        return _report(found, received, self._framework.is_sharded(self._site.module))
+        if poisoned:
+            inputs = replace(inputs, tensors=stand_ins(inputs.tensors), poisoned=True)
+        site = self._site
+        found = replay(site.module, inputs, self._device, self._repeats, site.apart)
+        return _report(found, received, self._framework.is_sharded(site.module))
 
     def close(self) -> None:
         self._recorder.close()
@@ -141,17 +146,21 @@ class OptimizerSubject:
         for tensor in self._tensors:
             exchange.broadcast(tensor, source, peers)
 
-    def run(self) -> Report:
+    def run(self, poisoned: bool) -> Report:
         arguments = self._recorder.arguments
         assert arguments is not None
         received = signature_of(dict(enumerate(self._tensors)))
+        given = stand_ins(self._tensors) if poisoned else self._tensors
         results = []
+        finite = True
         for _ in range(2):
-            copies = [tensor.clone() for tensor in self._tensors]
+            copies = [tensor.clone() for tensor in given]
             (call,), _ = arguments.rebuild(copies, self._constants)
-            results.append(signature_of(dict(enumerate(updated(self._optimizer, call)))))
+            after = updated(self._optimizer, call)
+            finite = finite and all(map(is_finite, after))
+            results.append(signature_of(dict(enumerate(after))))
         stages = {BROADCAST: received, "optimizer_update": results[0]}
-        return Report(stages, repeatable=results[0] == results[1])
+        return Report(stages, repeatable=results[0] == results[1], finite=finite)
 
     def close(self) -> None:
         self._recorder.close()
@@ -171,11 +180,16 @@ class AbsentSubject:
     def receive(self, exchange: Exchange, peers: Ranks, source: int) -> None:
         return None
 
-    def run(self) -> Report:
+    def run(self, poisoned: bool) -> Report:
         return Report()
 
     def close(self) -> None:
         return None
+
+
+def stand_ins(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Replace each tensor by finite values that all peers draw alike."""
+    return [stand_in(tensor, seed) for seed, tensor in enumerate(tensors)]
 
 
 def copies_for(mine: Arguments, of_source: Vote) -> list[torch.Tensor]:

@@ -53,8 +53,10 @@ class TorchTitan(ShardedByFSDP2):
         self._missing: list[str] = []
         for part in trainer.model_parts:
             sites, missing = find_sites(part, _for_part(patterns, part, self._dims.pp > 1))
-            self._sites += [*_expert_sites(part)] if self._dims.ep > 1 else []
-            self._sites += sites
+            experts = [*_expert_sites(part)] if self._dims.ep > 1 else []
+            apart = {site.module for site in experts}
+            self._sites += experts
+            self._sites += [replace(site, apart=_names(site.module, apart)) for site in sites]
             self._missing += missing
 
     def topology(self) -> Topology:
@@ -95,3 +97,8 @@ def _expert_sites(part: nn.Module) -> Iterator[Site]:
         if isinstance(module, GroupedExperts) and unwrapped(module) is module:
             kind = path_class(module, "expert")
             yield Site(plain_name(name), module, "expert", kind, "expert")
+
+
+def _names(module: nn.Module, inside: set[nn.Module]) -> tuple[str, ...]:
+    """Prefixes, in `module`, of the parameters of the modules that lie inside of it."""
+    return tuple(f"{name}." for name, child in module.named_modules() if child in inside)

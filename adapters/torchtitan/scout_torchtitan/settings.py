@@ -1,8 +1,8 @@
 """SCOUT's configuration as the dataclasses that torchtitan's TOML files and command line know.
 
 `scout_core.config.ScoutConfig` stays the one place where fields, defaults and rules are written.
-The dataclasses are derived from it, so every field is in the TOML table `[scout]` and on the command
-line as `--scout.*`, with its help text.
+The dataclasses are derived from it, so every field is in the TOML table `[scout]` and on the
+command line as `--scout.*`, with its help text.
 """
 
 from __future__ import annotations
