@@ -150,6 +150,11 @@ def _entry(plain: Mapping[str, Any]) -> Entry:
     for name in ("recipes", "incidents"):
         fields[name] = tuple(fields[name])
     fields["files"] = tuple(File(**file) for file in fields["files"])
+    sizes = [file.size_bytes for file in fields["files"]]
+    if not all(isinstance(number, int) for number in (fields["step"], *sizes)):
+        raise ValueError(f"steps and sizes must be integers in {plain}")
+    if not isinstance(fields["path"], str):
+        raise ValueError(f"path={fields['path']!r} must be text")
     return Entry(**fields)
 
 
@@ -186,6 +191,17 @@ _WHY = {
     Label.UNPROVEN: "nothing speaks against it",
     Label.CONDEMNED: "corruption was seen after it and before it was proven",
 }
+
+
+def merged(ours: Record, theirs: Record) -> Record:
+    """Take over what a person changed in the file since it was read: pins, drops and damage."""
+    result = ours
+    for entry in theirs.checkpoints:
+        if ours.entry(entry.path) is not None:
+            result = result.changed(entry.path, pinned=entry.pinned)
+            if entry.label in (Label.DROPPED, Label.DAMAGED):
+                result = result.changed(entry.path, label=entry.label, why=entry.why)
+    return result
 
 
 def abandon(record: Record, newer_than: int) -> Record:
