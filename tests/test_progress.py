@@ -20,7 +20,7 @@ from scout_core.decision.snapshots import Phase
 from scout_core.errors import ScoutError
 from scout_core.evidence import ring as layout
 from scout_core.evidence.progress import Publisher, watch_layers, watch_loader, watch_optimizer
-from scout_core.evidence.ring import COLLECTIVE, RingReader, compress_ranks, expand_ranks
+from scout_core.evidence.ring import RingReader, compress_ranks, expand_ranks
 from scout_core.evidence.ring_writer import RingWriter
 
 RANKS = st.lists(st.integers(0, 20_000), max_size=40)
@@ -49,14 +49,14 @@ def test_a_reader_sees_the_last_records_as_they_were_published(
     records: list[tuple[bool, int, str]],
 ) -> None:
     writer = RingWriter(rank=7)
-    group = writer.add_group("dp", (7, 9), "gloo")
+    order = writer.add_order(writer.add_group("dp", (7, 9), "gloo"))
     operations, progress = [], None
     for boundary, value, words in records:
         if boundary:
             writer.progress(value, writer.text(words), value, writer.text(words[::-1]))
             progress = (value, words, words[::-1])
         else:
-            writer.enter(group, COLLECTIVE, value, writer.text(words), numel=value, tag=-value)
+            writer.enter(order, value, writer.text(words), numel=value, tag=-value)
             operations.append((len(operations) + 1, value, words, -value))
     state = read(writer).state()
     assert state.rank == 7
@@ -65,7 +65,7 @@ def test_a_reader_sees_the_last_records_as_they_were_published(
     if progress is not None:
         assert (state.progress.step, state.progress.phase, state.progress.detail) == progress
     if operations:
-        assert state.groups[0].entered == operations[-1][1]
+        assert state.orders[0].entered == operations[-1][1]
     writer.close()
 
 
@@ -73,14 +73,14 @@ WRITER = """
 import sys, time
 from scout_core.evidence.ring_writer import RingWriter
 writer = RingWriter(0)
-group = writer.add_group("g", (0,), "gloo")
+order = writer.add_order(writer.add_group("g", (0,), "gloo"))
 names = [writer.text(f"text {i}") for i in range(7)]
 print(writer.descriptor, flush=True)
 i = 0
 while True:
     i += 1
     writer.progress(i, names[i % 7], 3 * i, names[i % 7])
-    writer.complete(writer.enter(group, 0, i, names[i % 7], numel=5 * i, tag=-i), group, i)
+    writer.complete(writer.enter(order, i, names[i % 7], numel=5 * i, tag=-i), order, i)
 """
 
 
@@ -135,12 +135,12 @@ def test_a_killed_writer_leaves_a_readable_ring(
 
 def test_threads_publish_without_losing_a_record() -> None:
     writer = RingWriter(0)
-    group = writer.add_group("g", (0,), "gloo")
+    order = writer.add_order(writer.add_group("g", (0,), "gloo"))
     name = writer.text("op")
 
     def publish() -> None:
         for i in range(100):
-            writer.complete(writer.enter(group, COLLECTIVE, i, name), group, i)
+            writer.complete(writer.enter(order, i, name), order, i)
 
     threads = [threading.Thread(target=publish) for _ in range(4)]
     for thread in threads:
@@ -170,7 +170,8 @@ def test_texts_and_groups_that_do_not_fit_are_counted_not_raised() -> None:
     assert writer.text("fits") == fits != 0
     indices = [writer.add_group(str(i), (0,), "gloo") for i in range(layout.GROUP_SLOTS + 1)]
     assert indices[-1] == -1
-    assert read(writer).state().lost == 2
+    assert writer.add_order(indices[-1]) == -1
+    assert read(writer).state().lost == 3
     writer.close()
 
 
@@ -229,7 +230,7 @@ def test_the_coordinate_is_the_step_and_the_boundary_in_it(publisher: Publisher)
 
 
 def test_an_exception_that_ends_a_trainer_is_in_its_ring(publisher: Publisher) -> None:
-    publisher.finish(RuntimeError("loss is nan\nsecond line"))
+    publisher.fail(RuntimeError("loss is nan\nsecond line"))
     state = read(publisher).state()
     assert (state.end, state.end_reason) == (layout.FAILED, "RuntimeError: loss is nan")
 

@@ -16,8 +16,8 @@ import torch
 from torch.distributed import ReduceOp
 
 from scout_core.decision.snapshots import Phase
-from scout_core.evidence.collectives import Group, Operation
-from scout_core.evidence.ring import CLOSED, FAILED
+from scout_core.evidence.collectives import Group, Operation, Pending
+from scout_core.evidence.ring import FAILED
 from scout_core.evidence.ring_writer import RingWriter
 
 Undo = Callable[[], None]
@@ -49,6 +49,7 @@ class Publisher:
         self._phase_id = self._phase_ids[Phase.INITIALIZE]
         self._sites = CallSites(self.ring)
         self._groups: dict[Group, int] = {}
+        self._orders: dict[Pending, int] = {}
         self._names: dict[tuple[Any, ...], int] = {}
         self.boundary()
 
@@ -90,51 +91,46 @@ class Publisher:
         self._base = Phase.UNKNOWN
         self._announce()
 
-    def finish(self, error: BaseException | None = None) -> None:
-        """Publish that this trainer ends, and by which exception."""
-        if error is None:
-            self.ring.end(CLOSED)
-            return
+    def fail(self, error: BaseException) -> None:
+        """Publish that this trainer ends by an exception."""
         text = f"{type(error).__name__}: {error}".splitlines()[0]
         self.ring.end(FAILED, text[:500])
 
     def entered(self, operation: Operation) -> tuple[int, int] | None:
         """Publish an operation before it starts."""
-        group = self._groups.get(operation.group)
-        if group is None:
-            group = self._add_group(operation.group)
-        if group < 0:
+        order = self._orders.get(operation.order)
+        if order is None:
+            order = self._add_order(operation)
+        if order < 0:
             return None
         key = (operation.name, operation.dtype, operation.reduce, operation.root)
         name = self._names.get(key)
         if name is None:
             name = self._names[key] = self.ring.text(_describe(operation))
         number = self.ring.enter(
-            group,
-            operation.kind,
+            order,
             operation.sequence,
             name,
             numel=operation.numel,
-            peer=operation.peer,
             tag=operation.tag,
             step=self.step,
             phase=self._phase_id,
             site=self._sites.here(),
         )
         if not operation.tracked:
-            self.ring.set_completed(group, None)
-        return number, group
+            self.ring.set_completed(order, None)
+        return number, order
 
     def completed(self, operation: Operation, note: tuple[int, int] | None) -> None:
         """Mark an operation complete."""
         if note is not None:
-            done = operation.group.collectives.completed
-            self.ring.complete(*note, done, progress=operation.tracked)
+            self.ring.complete(*note, operation.order.completed, progress=operation.tracked)
 
-    def certain(self, group: Group) -> None:
-        """Publish what is known of a group's completion after it was looked up."""
-        if group in self._groups:
-            self.ring.set_completed(self._groups[group], group.collectives.completed)
+    def certain(self, order: Pending) -> None:
+        """Publish what is known of completion after it was looked up."""
+        index = self._orders.get(order, -1)
+        if index >= 0:
+            self.ring.set_completed(index, order.completed)
 
     def disarmed(self, reason: str) -> None:
         """Remember why operations are no longer seen."""
@@ -144,10 +140,16 @@ class Publisher:
         self._phase_id = self._phase_ids[self.phase]
         self.boundary(self.ring.text(detail))
 
-    def _add_group(self, group: Group) -> int:
-        index = self.ring.add_group(group.name, group.ranks, group.backend)
-        self._groups[group] = index
-        return index
+    def _add_order(self, operation: Operation) -> int:
+        group = operation.group
+        index = self._groups.get(group)
+        if index is None:
+            index = self._groups[group] = self.ring.add_group(
+                group.name, group.ranks, group.backend
+            )
+        order = self.ring.add_order(index, operation.kind, operation.peer)
+        self._orders[operation.order] = order
+        return order
 
 
 class CallSites:
@@ -178,18 +180,19 @@ class CallSites:
         return 0
 
 
-_INTERNAL: Final = (
+INTERNAL: Final = (
     str(Path(torch.__file__).parent) + "/",
     str(Path(__file__).parent) + "/",  # scout_core.evidence
     str(Path(__file__).parent.parent / "integration") + "/",
     contextlib.__file__,
     "<frozen",
 )
+"""Prefixes of source paths that are no place a user can act on."""
 
 
 def is_internal(path: str) -> bool:
     """Tell whether a source file is torch's or SCOUT's own, so no place a user can act on."""
-    return path.startswith(_INTERNAL)
+    return path.startswith(INTERNAL)
 
 
 def watch_layers(publisher: Publisher, layers: Mapping[str, torch.nn.Module]) -> Undo:

@@ -15,6 +15,7 @@ hang.
 
 from __future__ import annotations
 
+import functools
 import mmap
 import os
 import struct
@@ -27,15 +28,18 @@ SIZE_BYTES: Final = 4 << 20  # a sparse file: only touched pages take memory
 PROGRESS_SLOTS: Final = 64
 OPERATION_SLOTS: Final = 512
 GROUP_SLOTS: Final = 512
+ORDER_SLOTS: Final = 1024
 
 MAGIC: Final = b"SCOUTRG1"
 HEADER = struct.Struct("@8sQ")
 # number, entered, step, phase, operation, detail
 PROGRESS = struct.Struct("@QQqIII")
-# number, entered, done, sequence, step, numel, tag, group, operation, site, phase, peer, kind
-OPERATION = struct.Struct("@QQQqqqqIIIIii")
-# name, ranks, entered, completed (sequence numbers of collectives; 0 when none), backend
-GROUP = struct.Struct("@IIQQI")
+# number, entered, done, sequence, step, numel, tag, order, operation, site, phase
+OPERATION = struct.Struct("@QQQqqqqIIII")
+# name, ranks, backend
+GROUP = struct.Struct("@III")
+# entered, completed, group, peer, kind
+ORDER = struct.Struct("@QQIii")
 
 # Words of the header, counted in 8 bytes.
 PROGRESS_HEAD: Final = 2
@@ -43,6 +47,7 @@ OPERATION_HEAD: Final = 3
 COMPLETIONS: Final = 4
 LAST_COMPLETION: Final = 5
 GROUP_HEAD: Final = 6
+ORDER_HEAD: Final = 7
 LOST: Final = 8
 END: Final = 9
 END_TEXT: Final = 10
@@ -53,14 +58,17 @@ OPERATIONS_AT: Final = PROGRESS_AT + PROGRESS_SLOTS * PROGRESS_STRIDE
 OPERATION_STRIDE: Final = 128
 DONE_WORD: Final = 2
 GROUP_AT: Final = OPERATIONS_AT + OPERATION_SLOTS * OPERATION_STRIDE
-GROUP_STRIDE: Final = 32
-ENTERED_WORD: Final = 1
-COMPLETED_WORD: Final = 2
-TEXT_AT: Final = GROUP_AT + GROUP_SLOTS * GROUP_STRIDE
+GROUP_STRIDE: Final = 16
+ORDER_AT: Final = GROUP_AT + GROUP_SLOTS * GROUP_STRIDE
+ORDER_STRIDE: Final = 32
+ENTERED_WORD: Final = 0
+COMPLETED_WORD: Final = 1
+TEXT_AT: Final = ORDER_AT + ORDER_SLOTS * ORDER_STRIDE
 
 assert PROGRESS.size <= PROGRESS_STRIDE
 assert OPERATION.size <= OPERATION_STRIDE
 assert GROUP.size <= GROUP_STRIDE
+assert ORDER.size <= ORDER_STRIDE
 
 COLLECTIVE: Final = 0
 SEND: Final = 1
@@ -69,11 +77,12 @@ RECEIVE: Final = 2
 RUNNING: Final = 0  # the trainer works
 CLOSED: Final = 1  # it ended on purpose
 FAILED: Final = 2  # it ended by an exception, whose text is in the ring
+EXITING: Final = 3  # the interpreter ends; the exit code will tell how
 
 UNKNOWN_TEXT: Final = ""
 MAX_TEXT_BYTES: Final = 1 << 17
 NO_PEER: Final = -1
-UNTRACKED: Final = (1 << 64) - 1  # completion of a group that cannot be told
+UNTRACKED: Final = (1 << 64) - 1  # a completion that cannot be told
 
 
 class Progress(NamedTuple):
@@ -86,16 +95,24 @@ class Progress(NamedTuple):
     entered_ns: int = 0
 
 
+class Order(NamedTuple):
+    """Operations that are counted together: of a group, or one direction with one peer."""
+
+    group: int  # index into `RingState.groups`
+    kind: int  # COLLECTIVE, SEND or RECEIVE
+    peer: int  # global rank; -1 for collectives, and for receives from anybody
+    entered: int  # number of the last one that was entered, from 1
+    completed: int | None  # all up to this one are complete; None: cannot be told
+
+
 class Operation(NamedTuple):
     """One collective, send or receive that a trainer entered."""
 
     number: int  # counts all operations of this rank, from 1
-    group: int  # index into `RingState.groups`
-    kind: int  # COLLECTIVE, SEND or RECEIVE
-    sequence: int  # from 1; of its group, or of its peer and direction
+    order: int  # index into `RingState.orders`
+    sequence: int  # its number in that order
     operation: str  # "all_reduce float32 sum": equal on all members
     numel: int  # elements, -1 when ranks may differ in it
-    peer: int  # global rank of a send or receive, -1 otherwise or when any may send
     tag: int
     step: int
     phase: str
@@ -105,13 +122,11 @@ class Operation(NamedTuple):
 
 
 class Group(NamedTuple):
-    """One process group that a trainer used, with its counters."""
+    """One process group that a trainer used."""
 
     name: str
     ranks: tuple[int, ...]  # global ranks, in group order
     backend: str
-    entered: int  # sequence number of the last collective entered
-    completed: int | None  # every collective up to this one is complete; None: cannot be told
 
 
 class Counters(NamedTuple):
@@ -132,13 +147,14 @@ class RingState:
     operations: tuple[Operation, ...]
     """Oldest first; at most `OPERATION_SLOTS`."""
     groups: tuple[Group, ...]
+    orders: tuple[Order, ...]
     last_change_ns: int
     """Time of the newest publication or completion; 0 before the first."""
     end: int
-    """RUNNING, CLOSED or FAILED."""
+    """RUNNING, CLOSED, FAILED or EXITING."""
     end_reason: str
     lost: int
-    """Texts or groups that did not fit."""
+    """Texts, groups or orders that did not fit."""
 
 
 class RingReader:
@@ -182,7 +198,7 @@ class RingReader:
         return Counters(words[PROGRESS_HEAD], words[OPERATION_HEAD], words[COMPLETIONS])
 
     def end(self) -> int:
-        """Return RUNNING, CLOSED or FAILED."""
+        """Return RUNNING, CLOSED, FAILED or EXITING."""
         return self._words[END]
 
     def progress(self) -> Progress:
@@ -208,6 +224,7 @@ class RingReader:
             progress=progress,
             operations=operations,
             groups=tuple(self._group(i) for i in range(self._words[GROUP_HEAD])),
+            orders=tuple(self._order(i) for i in range(self._words[ORDER_HEAD])),
             last_change_ns=max(times),
             end=self.end(),
             end_reason=self._text(self._words[END_TEXT]),
@@ -224,15 +241,13 @@ class RingReader:
         values = OPERATION.unpack_from(self._memory, at)
         if values[0] != number or self._words[at // 8] != number:
             return None  # overwritten meanwhile: see Note [Ring consistency]
-        _, entered, done, sequence, step, numel, tag, group, name, site, phase, peer, kind = values
+        _, entered, done, sequence, step, numel, tag, order, name, site, phase = values
         return Operation(
             number=number,
-            group=group,
-            kind=kind,
+            order=order,
             sequence=sequence,
             operation=self._text(name),
             numel=numel,
-            peer=peer,
             tag=tag,
             step=step,
             phase=self._text(phase),
@@ -242,15 +257,13 @@ class RingReader:
         )
 
     def _group(self, index: int) -> Group:
-        at = GROUP_AT + index * GROUP_STRIDE
-        name, ranks, entered, completed, backend = GROUP.unpack_from(self._memory, at)
-        return Group(
-            name=self._text(name),
-            ranks=expand_ranks(self._text(ranks)),
-            backend=self._text(backend),
-            entered=entered,
-            completed=None if completed == UNTRACKED else completed,
-        )
+        name, ranks, backend = GROUP.unpack_from(self._memory, GROUP_AT + index * GROUP_STRIDE)
+        return Group(self._text(name), expand_ranks(self._text(ranks)), self._text(backend))
+
+    def _order(self, index: int) -> Order:
+        values = ORDER.unpack_from(self._memory, ORDER_AT + index * ORDER_STRIDE)
+        entered, completed, group, peer, kind = values
+        return Order(group, kind, peer, entered, None if completed == UNTRACKED else completed)
 
     def _text(self, identity: int) -> str:
         at = TEXT_AT + identity * 8
@@ -276,8 +289,9 @@ def compress_ranks(ranks: tuple[int, ...]) -> str:
     return ",".join(f"{first}:{last}:{stride}" for first, last, stride in runs)
 
 
+@functools.lru_cache(maxsize=4096)
 def expand_ranks(text: str) -> tuple[int, ...]:
-    """Read what `compress_ranks` wrote."""
+    """Read what `compress_ranks` wrote; equal texts give the same object."""
     ranks: list[int] = []
     for run in filter(None, text.split(",")):
         first, last, stride = (int(part) for part in run.split(":"))

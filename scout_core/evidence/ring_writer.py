@@ -34,6 +34,11 @@ from scout_core.evidence.ring import (
     OPERATION_SLOTS,
     OPERATION_STRIDE,
     OPERATIONS_AT,
+    ORDER,
+    ORDER_AT,
+    ORDER_HEAD,
+    ORDER_SLOTS,
+    ORDER_STRIDE,
     PROGRESS,
     PROGRESS_AT,
     PROGRESS_HEAD,
@@ -108,31 +113,40 @@ class RingWriter:
             self._words[PROGRESS_HEAD] = self._progress_head
 
     def add_group(self, name: str, ranks: tuple[int, ...], backend: str) -> int:
-        """Add a process group.
-
-        Returns:
-            Its index; -1 when the table is full, and then its operations cannot be published.
-        """
+        """Add a process group and return its index; -1 when the table is full."""
         texts = self.text(name), self.text(compress_ranks(ranks)), self.text(backend)
         with self._lock:
             index = self._words[GROUP_HEAD]
             if index == GROUP_SLOTS:
                 self._words[LOST] += 1
                 return -1
-            at = GROUP_AT + index * GROUP_STRIDE
-            GROUP.pack_into(self._memory, at, texts[0], texts[1], 0, 0, texts[2])
+            GROUP.pack_into(self._memory, GROUP_AT + index * GROUP_STRIDE, *texts)
             self._words[GROUP_HEAD] = index + 1
+            return index
+
+    def add_order(self, group: int, kind: int = COLLECTIVE, peer: int = NO_PEER) -> int:
+        """Add what counts operations together, and return its index.
+
+        Returns:
+            -1 when the table is full or `group` is -1; its operations cannot be published then.
+        """
+        with self._lock:
+            index = self._words[ORDER_HEAD]
+            if group < 0 or index == ORDER_SLOTS:
+                self._words[LOST] += 1
+                return -1
+            at = ORDER_AT + index * ORDER_STRIDE
+            ORDER.pack_into(self._memory, at, 0, 0, group, peer, kind)
+            self._words[ORDER_HEAD] = index + 1
             return index
 
     def enter(
         self,
-        group: int,
-        kind: int,
+        order: int,
         sequence: int,
         operation: int,
         *,
         numel: int = -1,
-        peer: int = NO_PEER,
         tag: int = 0,
         step: int = 0,
         phase: int = 0,
@@ -141,7 +155,7 @@ class RingWriter:
         """Publish an operation before it starts; returns its number.
 
         Args:
-            group: index from `add_group`.
+            order: index from `add_order`.
             operation, phase, site: ids of texts.
         """
         with self._lock:
@@ -156,26 +170,23 @@ class RingWriter:
                 step,
                 numel,
                 tag,
-                group,
+                order,
                 operation,
                 site,
                 phase,
-                peer,
-                kind,
             )
-            if kind == COLLECTIVE:
-                self._words[_word_of_group(group) + ENTERED_WORD] = sequence
+            self._words[(ORDER_AT + order * ORDER_STRIDE) // 8 + ENTERED_WORD] = sequence
             self._words[OPERATION_HEAD] = self._operation_head
             return number
 
     def complete(
-        self, number: int, group: int, completed: int | None, *, progress: bool = True
+        self, number: int, order: int, completed: int | None, *, progress: bool = True
     ) -> None:
         """Mark an operation complete.
 
         Args:
             number: from `enter`; its slot may have been used again since.
-            completed: as for `set_completed`; pass the present value for a send or receive.
+            completed: as for `set_completed`.
             progress: it has just completed; False when that may be long ago.
         """
         now = monotonic_ns()
@@ -184,25 +195,26 @@ class RingWriter:
             if self._operation_head - number < OPERATION_SLOTS:
                 at = OPERATIONS_AT + number % OPERATION_SLOTS * OPERATION_STRIDE
                 words[at // 8 + DONE_WORD] = now
-            self.set_completed(group, completed)
+            self.set_completed(order, completed)
             if progress:
                 words[LAST_COMPLETION] = now
                 words[COMPLETIONS] += 1
 
-    def set_completed(self, group: int, completed: int | None) -> None:
-        """Say that every collective of a group up to a number is complete; None: unknown."""
+    def set_completed(self, order: int, completed: int | None) -> None:
+        """Say that everything in an order up to a number is complete; None: unknown."""
         value = UNTRACKED if completed is None else completed
-        self._words[_word_of_group(group) + COMPLETED_WORD] = value
+        self._words[(ORDER_AT + order * ORDER_STRIDE) // 8 + COMPLETED_WORD] = value
 
     def end(self, state: int, reason: str = "") -> None:
-        """Say that the trainer ends, CLOSED or FAILED."""
+        """Say that the trainer ends: CLOSED, FAILED or EXITING."""
         self._words[END_TEXT] = self.text(reason)
         self._words[END] = state
+
+    @property
+    def ended(self) -> int:
+        """RUNNING, or how `end` was called."""
+        return self._words[END]
 
     def close(self) -> None:
         """Give this process's handle back; an agent that has the file open can still read it."""
         os.close(self.descriptor)
-
-
-def _word_of_group(index: int) -> int:
-    return (GROUP_AT + index * GROUP_STRIDE) // 8
