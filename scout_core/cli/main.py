@@ -10,7 +10,7 @@ import sys
 
 import typer
 
-from scout_core.cli import campaign, coverage, demo, drill, output, plan, postmortem
+from scout_core.cli import campaign, coverage, demo, drill, output, plan, postmortem, status
 from scout_core.errors import ScoutError
 
 app = typer.Typer(
@@ -32,6 +32,7 @@ app.command("drill")(drill.drill)
 app.command("campaign")(campaign.campaign)
 app.command("plan")(plan.plan)
 app.command("postmortem")(postmortem.postmortem)
+app.command("status")(status.status)
 
 
 def main() -> None:
