@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -26,13 +26,26 @@ class Patterns:
     """The model is one pipeline stage: what a pattern does not match here is on another stage."""
 
 
-def find_sites(model: nn.Module, patterns: Patterns) -> tuple[list[Site], list[str]]:
+ShapeOf = Callable[[nn.Parameter], tuple[int, ...]]
+
+
+def plain_shape(parameter: nn.Parameter) -> tuple[int, ...]:
+    """Return the shape that the parameter has right now."""
+    return tuple(parameter.shape)
+
+
+def find_sites(
+    model: nn.Module, patterns: Patterns, shape_of: ShapeOf = plain_shape
+) -> tuple[list[Site], list[str]]:
     """Return the sites in model order, and one sentence for each thing that was not found.
 
     Hidden layers are the members of containers of repeated blocks: lists, sequences or dicts that
     hold at least 2 modules of one class. What lies outside of them and owns parameters is the
     embedding (first `nn.Embedding`), the head (last module with a matrix, if it is no embedding)
     or another site (a final norm).
+
+    Args:
+        shape_of: whole shape of a parameter, for frameworks that take its memory away.
 
     Raises:
         ScoutError: a pattern is no regular expression, or matches nothing in a whole model.
@@ -44,10 +57,10 @@ def find_sites(model: nn.Module, patterns: Patterns) -> tuple[list[Site], list[s
         for name, module in model.named_modules()
         if module not in inside and _owns_parameters(module)
     }
-    sites = [_site(name, layer, "hidden") for name, layer in layers.items()]
+    sites = [_site(name, layer, "hidden", shape_of) for name, layer in layers.items()]
     missing = [] if layers else ["no repeated layers found: set `layers` to a pattern"]
     embedding = _pick(outside, patterns, "embedding", _first_embedding(outside))
-    head = _pick(outside, patterns, "head", _last_matrix(outside, embedding))
+    head = _pick(outside, patterns, "head", _last_matrix(outside, embedding, shape_of))
     for role, name in (("embedding", embedding), ("head", head)):
         if name is None and getattr(patterns, role) != "":
             missing.append(f"no {role} found: set `{role}` to a pattern, or to '' to leave it out")
@@ -56,7 +69,7 @@ def find_sites(model: nn.Module, patterns: Patterns) -> tuple[list[Site], list[s
         roles[embedding] = "embedding"
     if head:
         roles[head] = "head"
-    sites += [_site(n, module, roles.get(n, "other")) for n, module in outside.items()]
+    sites += [_site(n, module, roles.get(n, "other"), shape_of) for n, module in outside.items()]
     order = {module: i for i, module in enumerate(model.modules())}
     ordered = sorted(sites, key=lambda site: order[site.module])
     return ordered, [] if patterns.stage else missing
@@ -78,12 +91,12 @@ def unwrapped(module: nn.Module) -> nn.Module:
         module = inner
 
 
-def path_class(module: nn.Module, role: Role) -> str:
+def path_class(module: nn.Module, role: Role, shape_of: ShapeOf = plain_shape) -> str:
     """Name the path class: role, class and a digest of structure, shapes and dtypes."""
     core = unwrapped(module)
     parts = [f"{plain_name(n)}:{type(unwrapped(m)).__name__}" for n, m in core.named_modules()]
     parts += [
-        f"{plain_name(n)}:{tuple(p.shape)}:{p.dtype}:{p.requires_grad}"
+        f"{plain_name(n)}:{shape_of(p)}:{p.dtype}:{p.requires_grad}"
         for n, p in core.named_parameters()
     ]
     kind = type(core).__name__.removeprefix("FSDP")
@@ -97,8 +110,8 @@ def _digest(parts: list[str]) -> str:
     return xxhash.xxh3_64_hexdigest("\n".join(parts).encode())[:6]
 
 
-def _site(name: str, module: nn.Module, role: Role) -> Site:
-    return Site(plain_name(name), module, role, path_class(module, role))
+def _site(name: str, module: nn.Module, role: Role, shape_of: ShapeOf) -> Site:
+    return Site(plain_name(name), module, role, path_class(module, role, shape_of))
 
 
 def _layers(model: nn.Module, patterns: Patterns) -> dict[str, nn.Module]:
@@ -141,13 +154,15 @@ def _first_embedding(modules: dict[str, nn.Module]) -> str | None:
     return next((n for n, m in modules.items() if isinstance(unwrapped(m), nn.Embedding)), None)
 
 
-def _last_matrix(modules: dict[str, nn.Module], embedding: str | None) -> str | None:
+def _last_matrix(
+    modules: dict[str, nn.Module], embedding: str | None, shape_of: ShapeOf
+) -> str | None:
     matrices = [
         name
         for name, module in modules.items()
         if name != embedding
         and not isinstance(unwrapped(module), nn.Embedding)
-        and any(p.dim() == 2 for p in module.parameters(recurse=False))
+        and any(len(shape_of(p)) == 2 for p in module.parameters(recurse=False))
     ]
     return matrices[-1] if matrices else None
 
