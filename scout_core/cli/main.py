@@ -10,7 +10,17 @@ import sys
 
 import typer
 
-from scout_core.cli import campaign, coverage, demo, drill, output, plan, postmortem, status
+from scout_core.cli import (
+    campaign,
+    catalog,
+    coverage,
+    demo,
+    drill,
+    output,
+    plan,
+    postmortem,
+    status,
+)
 from scout_core.errors import ScoutError
 
 app = typer.Typer(
@@ -30,6 +40,7 @@ app.command("coverage")(coverage.coverage)
 app.command("demo")(demo.demo)
 app.command("drill")(drill.drill)
 app.command("campaign")(campaign.campaign)
+app.add_typer(catalog.app)
 app.command("plan")(plan.plan)
 app.command("postmortem")(postmortem.postmortem)
 app.command("status")(status.status)
