@@ -12,6 +12,7 @@ from scout_core.decision.topology import LayoutName, Topology
 
 _WHAT = {
     "SDC_STATE": "holds different values in {what}",
+    "SDC_AT_REST": "had {what} change between two updates, while nothing may write it,",
     "SDC_BROADCAST": "received other replay inputs than its peers",
     "SDC_GATHER": "gathered different parameters of {site}",
     "SDC_SHARD": "gathered corrupt parameters of {site}",
@@ -46,7 +47,7 @@ class Scene:
 
 def sdc(finding: Finding, reproduced: int, repeats: int, scene: Scene) -> Incident:
     """Describe a numerical disagreement; somebody is named only against a strict majority."""
-    module = finding.what if finding.reason == "SDC_STATE" else scene.site
+    module = finding.what if finding.reason in ("SDC_STATE", "SDC_AT_REST") else scene.site
     culprits = scene.culprits(finding.ranks, module)
     kind = Kind.SDC if finding.comparable else Kind.NOT_COMPARABLE
     agree = len(finding.peers) - len(finding.ranks)

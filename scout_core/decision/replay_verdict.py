@@ -34,9 +34,10 @@ REASONS = {
     "optimizer_update": "SDC_OPTIMIZER_UPDATE",
     "masters": "SDC_MASTER_COHERENCE",
     "edit": "STATE_EDITED",
+    "rest": "SDC_AT_REST",
 }
 MASTERS = frozenset({REASONS["masters"], REASONS["edit"]})
-AUDITED = MASTERS | {REASONS["state"]}
+AUDITED = MASTERS | {REASONS["state"], REASONS["rest"]}
 """Reasons that speak of memory at rest: no replay is needed to show them."""
 
 
@@ -57,6 +58,8 @@ class Report:
     """Folded signature per state unit, of the audit."""
     incoherent: tuple[Incoherent, ...] = ()
     """Parameters of this rank that were not their masters cast down since the last check."""
+    moved: tuple[str, ...] = ()
+    """State units that changed between two updates, while nothing may write them."""
 
     def to_wire(self) -> bytes:
         """Encode as JSON; nan and inf survive."""
@@ -73,6 +76,7 @@ class Report:
             plain = json.loads(data)
             for name in ("stages", "state"):
                 plain[name] = {key: Signature(*value) for key, value in plain[name].items()}
+            plain["moved"] = tuple(plain["moved"])
             plain["incoherent"] = tuple(Incoherent(*item) for item in plain["incoherent"])
             return cls(**plain)
         except (ValueError, TypeError, KeyError) as error:
@@ -135,6 +139,22 @@ def judge_state(
             if verdict.status is not Status.AGREE:
                 findings.append(_finding("state", unit, group, values, verdict))
     return findings
+
+
+def judge_rest(reports: Mapping[int, Report]) -> list[Finding]:
+    """Name the ranks whose state changed between two updates while their peers' did not.
+
+    Software that edits weights between steps does so on at least half of the ranks: then nobody is
+    named, and it is no finding.
+    """
+    moved = tuple(sorted(rank for rank, report in reports.items() if report.moved))
+    if not moved or 2 * len(moved) >= len(reports):
+        return []
+    peers = tuple(sorted(reports))
+    return [
+        Finding(REASONS["rest"], (rank,), peers, ", ".join(reports[rank].moved[:4]))
+        for rank in moved
+    ]
 
 
 def judge_replay(

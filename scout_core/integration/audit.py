@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from scout_core.decision.evidence import Signature
 from scout_core.decision.replay_verdict import Report
 from scout_core.decision.topology import LayoutName
 from scout_core.evidence.coherence import CoherenceWatch
 from scout_core.evidence.folding import signature_of
+from scout_core.evidence.rest import RestWatch
 from scout_core.integration.framework import StateUnit
 
 
@@ -19,6 +21,7 @@ class Audit:
         self,
         state_units: Callable[[], Sequence[StateUnit]],
         watch: CoherenceWatch,
+        rest: RestWatch,
         layout: LayoutName,
         step: int,
     ) -> None:
@@ -30,6 +33,7 @@ class Audit:
         """
         self._state_units = state_units
         self._watch = watch
+        self._rest = rest
         self._layout = layout
         self._step = step
 
@@ -39,6 +43,12 @@ class Audit:
 
     def added_to(self, report: Report) -> Report:
         """Sign the state as it is now, and look once more at masters."""
-        state = {unit.name: signature_of(dict(unit.tensors)) for unit in self.units()}
+        state = signed(self.units())
         self._watch.look(self._step)
-        return replace(report, state=state, incoherent=self._watch.found())
+        incoherent, moved = self._watch.found(), self._rest.changed
+        return replace(report, state=state, incoherent=incoherent, moved=moved)
+
+
+def signed(units: Sequence[StateUnit]) -> dict[str, Signature]:
+    """Fold each unit into one signature."""
+    return {unit.name: signature_of(dict(unit.tensors)) for unit in units}

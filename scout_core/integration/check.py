@@ -119,14 +119,22 @@ class Check:
         if any(self._everywhere(not ballot.enter)):
             return result
         source = vote.source_of(self._groups.mine, turn.round)
-        reports = self._once(subject, source, votes[source])
+        of_source = votes[source]
+        reports = self._once(subject, source, of_source)
         known = known.with_units(reports, self._groups.replicas)
         findings = self._judge(reports, known)
         failed = any(report.missing for report in reports.values())
-        suspicious, failed_anywhere = self._everywhere(bool(findings), failed)
+        wild = any(not report.finite for report in reports.values())
+        suspicious, failed_anywhere, wild = self._everywhere(bool(findings), failed, wild)
+        # After a NaN has spread all ranks agree on NaN: test the hardware on finite values.
+        poisoned = wild and not suspicious and not failed_anywhere
+        if poisoned:
+            findings = self._judge(self._once(subject, source, of_source, poisoned), known)
+            suspicious = any(self._everywhere(bool(findings)))
         again: list[list[Finding]] = []
         for _ in range(self._confirm_repeats if suspicious and not failed_anywhere else 0):
-            again.append(self._judge(self._once(subject, source, votes[source]), known))
+            repeated = self._once(subject, source, of_source, poisoned)
+            again.append(self._judge(repeated, known))
         if suspicious:
             findings = self._narrow(findings)
         return replace(
@@ -134,7 +142,7 @@ class Check:
             found=tuple(_count(finding, again) for finding in findings),
             reports=reports,
             known=known,
-            shapes=str([leaf[1] for leaf in votes[source].leaves]),
+            shapes=str([leaf[1] for leaf in of_source.leaves]),
             failed_anywhere=failed_anywhere,
             entered=True,
         )
@@ -159,7 +167,9 @@ class Check:
         """Tell for each flag whether it is set on any rank of the job."""
         return [bool(value) for value in self._exchange.all_reduce_max([int(f) for f in flags])]
 
-    def _once(self, subject: Subject, source: int, of_source: Vote) -> dict[int, Report]:
+    def _once(
+        self, subject: Subject, source: int, of_source: Vote, poisoned: bool = False
+    ) -> dict[int, Report]:
         """Replay once on all ranks and gather the reports of the work group.
 
         A rank that fails before the broadcast keeps everybody out of it; one that fails after it
@@ -170,7 +180,7 @@ class Check:
         if not any(self._everywhere(bool(failure))):
             subject.receive(self._exchange, self._groups.mine, source)
             outcome: list[Report] = []
-            failure = _error_of(lambda: outcome.append(self._with_state(subject.run())))
+            failure = _error_of(lambda: outcome.append(self._with_state(subject.run(poisoned))))
             mine = outcome[0] if outcome else Report(missing=failure)
         payload = mine.to_wire()
         gathered = self._exchange.all_gather(payload, self._groups.work)
@@ -183,8 +193,11 @@ class Check:
     def _judge(self, reports: Mapping[int, Report], known: Qualification) -> list[Finding]:
         groups = self._groups
         held = sorted(known.units & {name for report in reports.values() for name in report.state})
-        state = replay_verdict.judge_coherence(reports)
-        state += replay_verdict.judge_state(reports, groups.replicas, held)
+        state = replay_verdict.judge_coherence(reports) + replay_verdict.judge_rest(reports)
+        named = {rank for finding in state for rank in finding.ranks}
+        for finding in replay_verdict.judge_state(reports, groups.replicas, held):
+            if finding.attributed or not named & set(finding.peers):
+                state.append(finding)  # else: two replicas differ, and it is known which is bad
         blamed = frozenset(rank for finding in state for rank in finding.ranks)
         sharded = any(report.gather_s is not None for report in reports.values())
         gathers = groups.gathers if sharded else ()

@@ -16,9 +16,8 @@ Key = tuple[str, tuple[int, ...], tuple[int, ...]]
 class Ledger:
     """Keeps incidents; a fault is known by its kind, its culprits and, unnamed, its peer group."""
 
-    def __init__(self, job: str, on_incident: Callable[[Incident], None]) -> None:
+    def __init__(self, on_incident: Callable[[Incident], None]) -> None:
         """Start empty; `on_incident` is called once per fault, on every rank."""
-        self._job = job
         self._on_incident = on_incident
         self._all: list[Incident] = []
         self._open: dict[Key, str] = {}
@@ -43,9 +42,8 @@ class Ledger:
         if key in self._open:
             return False
         self._open[key] = shown_by
-        complete = replace(incident, job=self._job, time=now(), id=_id(self._job, incident))
-        self._all.append(complete)
-        self._on_incident(complete)
+        self._all.append(incident)
+        self._on_incident(incident)
         return True
 
     def clear(self, looked_at: frozenset[str], still: Iterable[Incident]) -> list[Key]:
@@ -62,8 +60,9 @@ def _key(incident: Incident) -> Key:
     return incident.kind.value, culprits, () if culprits else incident.peer_group
 
 
-def _id(job: str, incident: Incident) -> str:
-    """The same on every rank: a digest of what was found, where and when."""
+def stamped(incident: Incident, job: str) -> Incident:
+    """Add job, time and identity; done once, by the rank that tells the others."""
     modules = sorted({culprit.module for culprit in incident.culprits})
     parts = (job, incident.step, *_key(incident), incident.reason, modules)
-    return xxhash.xxh3_64_hexdigest(repr(parts).encode())[:12]
+    identity = xxhash.xxh3_64_hexdigest(repr(parts).encode())[:12]
+    return replace(incident, job=job, time=now(), id=identity)

@@ -7,7 +7,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -20,16 +20,18 @@ from scout_core.decision.qualification import Qualification
 from scout_core.decision.replay_verdict import AUDITED
 from scout_core.decision.rotation import AUDIT, OPTIMIZER, Rotation, Turn
 from scout_core.decision.straggler import StragglerRule
-from scout_core.decision.topology import GroupCoverage, LayoutName, Topology
+from scout_core.decision.topology import LayoutName, Topology
 from scout_core.evidence.capture import Undo
 from scout_core.evidence.clock import Clock, clock_for
 from scout_core.evidence.coherence import CoherenceWatch
 from scout_core.evidence.exchange import Exchange
-from scout_core.integration.audit import Audit
+from scout_core.evidence.rest import RestWatch
+from scout_core.integration.audit import Audit, signed
 from scout_core.integration.check import Check, Result, WorkGroups
 from scout_core.integration.framework import Framework, Site
 from scout_core.integration.interpret import Interpreter, News
 from scout_core.integration.ledger import Ledger
+from scout_core.integration.session_coverage import SessionCoverage
 from scout_core.integration.subject import (
     AbsentSubject,
     ModuleSubject,
@@ -39,33 +41,6 @@ from scout_core.integration.subject import (
 from scout_core.report.events import RunDir
 
 Callback = Callable[[Incident], None]
-
-
-@dataclass(frozen=True)
-class SessionCoverage:
-    """What this job's checks can and cannot see."""
-
-    groups: tuple[GroupCoverage, ...]
-    state_groups: tuple[GroupCoverage, ...]
-    recipes: tuple[str, ...]
-    """Path classes that take turns."""
-    not_covered: tuple[str, ...]
-    """One sentence each."""
-    cycle_steps: int
-    """Optimizer steps after which every recipe has been replayed."""
-    compares: str
-    """Which time the straggler rule compares."""
-
-    def line(self) -> str:
-        """Say it in one line."""
-        able = {group.can for group in self.groups}
-        word = "attribute" if able == {"attribute"} else "/".join(sorted(able))
-        sizes = sorted({len(group.ranks) for group in self.groups})
-        missing = f"; not covered: {'; '.join(self.not_covered)}" if self.not_covered else ""
-        return (
-            f"{len(self.groups)} peer group(s) of {'/'.join(map(str, sizes))} can {word}; "
-            f"{len(self.recipes)} recipes in a cycle of {self.cycle_steps} steps{missing}"
-        )
 
 
 class Session:
@@ -109,8 +84,8 @@ class Session:
         self._ledger = Ledger(self._on_incident)
         self._watch = CoherenceWatch(framework.master_pairs)
         self._learn_the_job()
-        if not self._watch.is_empty:
-            self._undo.append(framework.before_update(self._guarded(self._look)))
+        self._rest = RestWatch(lambda: signed(framework.state_units()))
+        self._undo.append(framework.before_update(self._guarded(self._look)))
         self._undo.append(framework.on_step_end(self._guarded(self._after_step)))
         self._say(f"scout: {framework.name}, {self.coverage().line()}")
         if rotation.is_due(1, config.interval_steps):
@@ -250,13 +225,16 @@ class Session:
 
     def _look(self) -> None:
         if self._armed:
-            self._watch.look(self._steps)
+            self._rest.look()
+            if not self._watch.is_empty:
+                self._watch.look(self._steps)
 
     def _arm(self) -> None:
         """Start recording: the end of the coming step has a check."""
         if not self._broken:
             turns = self._rotation.turns(self._checks)
             self._subjects = [self._make_subject(turn) for turn in turns]
+            self._rest.remember()
 
     def _let_go(self) -> None:
         for subject in self._subjects:
@@ -298,7 +276,7 @@ class Session:
         layout = self._layout_of(turn)
         groups = self._groups[layout]
         repeats, units = self._config.confirm_repeats, self._framework.state_units
-        audit = Audit(units, self._watch, layout, self._steps) if audits else None
+        audit = Audit(units, self._watch, self._rest, layout, self._steps) if audits else None
         check = Check(self._exchange, groups, repeats, audit)
         result = check.run(turn, self._steps, subject, self._known, self._broken)
         subject.close()

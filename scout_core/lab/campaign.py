@@ -22,7 +22,7 @@ from scout_core.integration.session import Session
 from scout_core.lab.drill import DrillPlan, start, train_step
 from scout_core.lab.faults import FaultAt, Magnitude, Persistence, Surface, inject
 from scout_core.lab.model import GPTConfig, Text
-from scout_core.lab.parallel import Parallelism, topology
+from scout_core.lab.parallel import Parallelism
 
 TINY = GPTConfig(layers=3, width=48, heads=4, context=24)
 
@@ -89,20 +89,10 @@ class CampaignOutcome:
         }
 
 
-def surfaces(parallelism: Parallelism, ranks: int) -> list[Surface]:
-    """Return the surfaces that can be attributed on a layout.
-
-    A flipped weight at rest needs 3 replicas of the same state: with fewer it is detected or, for
-    a single owner, not seen (`scout coverage` says so).
-    """
-    can = {group.can for group in topology(parallelism, ranks).coverage().state_groups}
-    return [each for each in Surface if each is not Surface.PARAMETER or can == {"attribute"}]
-
-
 def draw_shots(plan: CampaignPlan) -> list[FaultAt]:
     """Draw rank, layer, surface, magnitude and persistence of every injection from the seed."""
     rng = random.Random(plan.seed)
-    choices = surfaces(plan.parallelism, plan.ranks)
+    choices = list(Surface)
     faults = []
     for i in range(plan.injections):
         low = i < plan.min_low_bit

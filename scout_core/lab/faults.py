@@ -12,7 +12,7 @@ import enum
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -148,7 +148,7 @@ def inject(fault: FaultAt, target: Target) -> Undo:
     surface = Surface.GRADIENT if fault.kind == "gradient" else fault.surface
     corrupt = Corruption(fault)
     if surface is Surface.PARAMETER:
-        corrupt(_largest_parameter(layer))
+        Corruption(replace(fault, persistence=Persistence.PERSISTENT))(_largest_parameter(layer))
         return lambda: None
     if surface is Surface.OPTIMIZER:
         return _wrap_optimizer(target.optimizer, corrupt)

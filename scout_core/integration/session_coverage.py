@@ -1,0 +1,34 @@
+"""What the checks of one job can and cannot see."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from scout_core.decision.topology import GroupCoverage
+
+
+@dataclass(frozen=True)
+class SessionCoverage:
+    """What this job's checks can and cannot see."""
+
+    groups: tuple[GroupCoverage, ...]
+    state_groups: tuple[GroupCoverage, ...]
+    recipes: tuple[str, ...]
+    """Path classes that take turns."""
+    not_covered: tuple[str, ...]
+    """One sentence each."""
+    cycle_steps: int
+    """Optimizer steps after which every recipe has been replayed."""
+    compares: str
+    """Which time the straggler rule compares."""
+
+    def line(self) -> str:
+        """Say it in one line."""
+        able = {group.can for group in self.groups}
+        word = "attribute" if able == {"attribute"} else "/".join(sorted(able))
+        sizes = sorted({len(group.ranks) for group in self.groups})
+        missing = f"; not covered: {'; '.join(self.not_covered)}" if self.not_covered else ""
+        return (
+            f"{len(self.groups)} peer group(s) of {'/'.join(map(str, sizes))} can {word}; "
+            f"{len(self.recipes)} recipes in a cycle of {self.cycle_steps} steps{missing}"
+        )
