@@ -7,7 +7,7 @@ a strict majority of a group waits together and the rest took another path (C3 E
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -27,7 +27,7 @@ class Core(NamedTuple):
     cycle: tuple[Wait, ...]
     """Waits that form a circle, each for the rank of the next; empty when there is none."""
     stalled: GroupView | PairView | None
-    """The group or channel that everybody has joined, when there is no circle."""
+    """The group or channel that everybody has joined; None when it cannot be told either."""
     culprits: tuple[int, ...]
     """A minority that took another path, ascending; usually empty."""
 
@@ -133,22 +133,26 @@ def _circle(
 
 
 def _other_path(graph: WaitGraph, ranks: Sequence[int], absent: Sequence[Wait]) -> tuple[int, ...]:
-    """The ranks that took another path than the strict majority of a group they all belong to.
+    """The ranks that took another path than the strict majority of a group they belong to.
 
-    Only when letting them go would free everybody, and none of them waits for another of them:
-    otherwise it cannot be told who left the path.
+    Only when letting them go would free everybody, none of them waits for another of them, and no
+    other group votes for others: otherwise it cannot be told who left the path.
     """
-    culprits: set[int] = set()
     places = {id(w.place): w.place for w in absent if isinstance(w.place, GroupView)}
-    for view in places.values():
-        culprits |= _outliers(graph, view)
+    votes = {frozenset(_outliers(graph, view)) for view in places.values()}
+    found = [culprits for culprits in votes if _frees_all(graph, ranks, absent, culprits)]
+    return tuple(sorted(found[0])) if len(found) == 1 else ()
+
+
+def _frees_all(
+    graph: WaitGraph, ranks: Sequence[int], absent: Sequence[Wait], culprits: frozenset[int]
+) -> bool:
     if not culprits or not culprits <= set(ranks):
-        return ()
+        return False
     own = [wait for wait in absent if wait.rank in culprits]
     others = [wait for wait in absent if wait.rank not in culprits]
-    if _circles(graph, _without(graph, others), ranks) or _meets(graph, own, culprits):
-        return ()
-    return tuple(sorted(culprits))
+    left = _circles(graph, _without(graph, others), ranks)
+    return not left and not _meets(graph, own, culprits)
 
 
 def _outliers(graph: WaitGraph, view: GroupView) -> set[int]:
@@ -184,22 +188,26 @@ def _meets(graph: WaitGraph, waits: Iterable[Wait], ranks: Collection[int]) -> b
     return False
 
 
-def _stalled(waits: Sequence[Wait]) -> GroupView | PairView:
-    """The joined group that is behind the others: its members entered it before anything else."""
+def _stalled(waits: Sequence[Wait]) -> GroupView | PairView | None:
+    """The joined group that nothing else holds up: its members entered it before anything else."""
+    by_rank: dict[int, list[Wait]] = defaultdict(list)
+    for wait in waits:
+        by_rank[wait.rank].append(wait)
+    first: dict[int, list[bool]] = defaultdict(list)
     joined = [wait for wait in waits if wait.kind is WaitKind.JOINED]
-    first: dict[int, float] = {}
     for wait in joined:
-        first[wait.rank] = max(first.get(wait.rank, 0.0), _age(wait))
-    score: dict[int, list[int]] = {}
-    for wait in joined:
-        tally = score.setdefault(id(wait.place), [0, 0])
-        tally[0 if _age(wait) >= first[wait.rank] else 1] += 1
-    best = min(joined, key=lambda w: (score[id(w.place)][1] > 0, -score[id(w.place)][0], w.rank))
-    return best.place
+        first[id(wait.place)].append(_is_first(wait, by_rank[wait.rank]))
+    candidates = [wait.place for wait in joined if all(first[id(wait.place)])]
+    return max(candidates, key=lambda place: len(place.ranks), default=None)
 
 
-def _age(wait: Wait) -> float:
-    return wait.operation.age_s or 0.0 if wait.operation else 0.0
+def _is_first(wait: Wait, others: Sequence[Wait]) -> bool:
+    """Nothing that the rank entered before is outstanding, nor may be."""
+    ages = [None if w.operation is None else w.operation.age_s for w in others]
+    own = None if wait.operation is None else wait.operation.age_s
+    if own is None or None in ages:
+        return all(other.kind is WaitKind.JOINED for other in others)
+    return own >= max(age for age in ages if age is not None)
 
 
 def _components(successors: Successors, starts: Iterable[int]) -> list[list[int]]:

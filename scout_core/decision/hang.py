@@ -150,7 +150,7 @@ class _Case:
         dead = {rank for rank in sinks if self.seen[rank].state in GONE}
         self.excused = {rank for rank in sinks - dead if self.seen[rank].within_limit}
         candidates = sinks - dead - self.excused
-        hidden = {rank for rank in candidates if self.seen[rank].blocked}
+        hidden = {r for r in candidates if self.seen[r].blocked or self._lost_its_waits(r)}
         if len(candidates) > 1:
             hidden |= {rank for rank in candidates if self._may_wait_unseen(rank)}
         candidates -= hidden
@@ -159,10 +159,17 @@ class _Case:
             self.kinds[rank] = self._sink_kind(rank)
         self.excused |= dead  # explained by the death of another rank
 
+    def _lost_its_waits(self, rank: int) -> bool:
+        """It may wait like the others, in an operation that was overwritten."""
+        return self.seen[rank].truncated and not self._stands_elsewhere(rank)
+
     def _may_wait_unseen(self, rank: int) -> bool:
-        snapshot = self.seen[rank]
-        known = snapshot.blocked is False or snapshot.phase is not Phase.UNKNOWN
-        return snapshot.unseen_p2p and not known and snapshot.state is not ProcessState.EXITED
+        return self.seen[rank].unseen_p2p and not self._stands_elsewhere(rank)
+
+    def _stands_elsewhere(self, rank: int) -> bool:
+        """It is known not to wait in a communication call."""
+        s = self.seen[rank]
+        return s.blocked is False or s.phase is Phase.DATA or s.state is ProcessState.EXITED
 
     def _sink_kind(self, rank: int) -> HangKind:
         phase = self.seen[rank].phase
@@ -206,10 +213,10 @@ class _Case:
             return HangKind.MISMATCH
         if any(core.cycle for core in self.cores):
             return HangKind.CYCLE
-        if self.cores:
+        if any(core.stalled for core in self.cores):
             return HangKind.GROUP_STALL
         missing = (self.unseen or self.graph.unseen) and not self.excused
-        return HangKind.EVIDENCE_MISSING if missing else HangKind.NONE
+        return HangKind.EVIDENCE_MISSING if missing or self.cores else HangKind.NONE
 
 
 def _in_rank_order(snapshots: Iterable[RankSnapshot]) -> list[RankSnapshot]:

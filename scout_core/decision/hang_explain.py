@@ -108,7 +108,7 @@ class Explainer:
             HangKind.INPUT_STALL: f"waits for its data{_since(snapshot)}",
             HangKind.CHECKPOINT_STALL: f"is in a save or load{_since(snapshot)}",
         }.get(kind, _standing(snapshot))
-        parts = [part for part in (first, missed) if part]
+        parts = [part for part in (first, missed, _last_entered(snapshot)) if part]
         return " and ".join(parts) or "holds up others", operation
 
     def _absence(self, rank: int) -> tuple[str, str]:
@@ -123,7 +123,8 @@ class Explainer:
         what = f"{describe(named)} #{first.sequence} of {place.title}"
         if isinstance(place, PairView):
             return f"has not met the {what}, in which rank {first.rank} waits", what
-        return f"has not entered {what}, in which {_of_members(waits, place)} wait", what
+        many = _of_members(waits, place)
+        return f"has not entered {what}{_site(named)}, in which {many} wait", what
 
     def _unfinished(self, rank: int) -> tuple[str, str]:
         view, operation = self._stuck[rank]
@@ -165,8 +166,7 @@ class Explainer:
         if kind is HangKind.GROUP_STALL:
             return self._stall(next(core for core in cores if core.stalled))
         if kind is HangKind.EVIDENCE_MISSING:
-            who = f"{ranks_text(unseen)}, of which" if unseen else "ranks of which"
-            return None, f"the waits lead to {who} there is not enough evidence to decide"
+            return None, _why_missing(cores, unseen)
         waits = max(self._missed.values(), key=len, default=[])
         return (waits[0].place if waits else None), ""
 
@@ -212,6 +212,14 @@ class Explainer:
         if unseen:
             found["no_evidence_of"] = list(unseen)
         return found
+
+
+def _why_missing(cores: Sequence[Core], unseen: Sequence[int]) -> str:
+    if not unseen and cores:
+        who = ranks_text(cores[0].ranks)
+        return f"{who} hold each other up, but which of their operations meet is not known"
+    who = f"{ranks_text(unseen)}, of which" if unseen else "ranks of which"
+    return f"the waits lead to {who} there is not enough evidence to decide"
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
@@ -271,6 +279,16 @@ def _number(divergence: Divergence) -> str:
 
 def _site(operation: Operation | None) -> str:
     return f" at {operation.call_site}" if operation and operation.call_site else ""
+
+
+def _last_entered(snapshot: RankSnapshot) -> str:
+    """Where a rank was seen last, when its stack is not known."""
+    known = [op for s in (*snapshot.groups, *snapshot.channels) for op in s.operations]
+    dated = [op for op in known if op.call_site and op.age_s is not None]
+    if snapshot.where or not dated:
+        return ""
+    last = min(dated, key=lambda op: op.age_s or 0.0)
+    return f"was last seen in {describe(last)}{_site(last)}"
 
 
 def _since(snapshot: RankSnapshot) -> str:

@@ -156,7 +156,7 @@ class RankSnapshot:
     missing: str = ""
     """Why there is no evidence of this rank; empty when there is. Nothing else is then used."""
     truncated: bool = False
-    """The source has lost older operations (a ring that wrapped)."""
+    """Operations may be outstanding that are not listed (a ring that wrapped)."""
     source: str = ""
     """Where the evidence comes from: "observer", a file name, ..."""
     complete: tuple[str, ...] = ()

@@ -41,6 +41,7 @@ class WaitKind(enum.Enum):
 
     ABSENT = "absent"  # some member has not entered it
     JOINED = "joined"  # all members have entered it, none has completed it
+    UNCERTAIN = "uncertain"  # no shared numbers: the other end may have arrived, or be done
     UNSEEN = "unseen"  # all members that can be seen have entered it
 
 
@@ -220,10 +221,10 @@ def _pair_kind(
     if peer is None:
         return WaitKind.UNSEEN
     if other is None or other.enqueued is None or channel.enqueued is None:
-        if other is not None and oldest_outstanding(other) is not None:
-            return WaitKind.JOINED
-        hidden = peer.truncated and channel.counter not in peer.complete and peer.state not in GONE
-        return WaitKind.UNSEEN if hidden else WaitKind.ABSENT
+        if channel.counter in peer.complete or peer.state in GONE:
+            return WaitKind.ABSENT if other is None else WaitKind.UNCERTAIN
+        shown = other is not None and oldest_outstanding(other) is not None
+        return WaitKind.UNSEEN if peer.truncated and not shown else WaitKind.UNCERTAIN
     if other.enqueued < sequence:
         return WaitKind.ABSENT
     done = other.completed is not None and other.completed >= sequence

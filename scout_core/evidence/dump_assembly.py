@@ -85,7 +85,7 @@ def assemble(dumps: Mapping[int, Dump]) -> list[RankSnapshot]:
                 rank=rank,
                 source=ring.dump.source,
                 complete=(C10D_COUNTER,) if ring.complete else (),
-                truncated=_lost_entries(ring, groups),
+                truncated=_lost_operations(ring, facts),
                 unseen_p2p=hidden_pairs,
                 groups=groups,
                 channels=channels,
@@ -130,6 +130,8 @@ def _group_facts(rings: Mapping[int, _Ring]) -> dict[str, GroupFacts]:
         for name, listed in ring.entries.items():
             users[name].add(rank)
             entries[name].extend(listed)
+    backends = {entry.backend for found in entries.values() for entry in found}
+    usual = next(iter(backends)) if len(backends) == 1 else ""
     facts = {}
     for name in sorted({*declared, *users}):
         found = entries.get(name, [])
@@ -141,7 +143,7 @@ def _group_facts(rings: Mapping[int, _Ring]) -> dict[str, GroupFacts]:
         facts[name] = GroupFacts(
             ranks=ranks,
             members_known=known,
-            backend=next((entry.backend for entry in found if entry.backend), ""),
+            backend=next((entry.backend for entry in found), usual),
             has_pairs=any(entry.is_pair for entry in found),
             most_collectives=max((entry.collective for entry in found), default=-1),
             starts_seen=any(entry.started for entry in found),
@@ -169,7 +171,7 @@ def _group_state(ring: _Ring, name: str, fact: GroupFacts) -> GroupState:
         name=name,
         ranks=ring.dump.members.get(name, fact.ranks),
         enqueued=enqueued,
-        completed=_completed(operations, enqueued, status, fact),
+        completed=_completed(operations, enqueued, status, fact, ring.complete),
         started=_started(operations, enqueued) if fact.starts_seen else None,
         operations=operations,
         description=_description(ring, name, entries),
@@ -213,26 +215,32 @@ def _enqueued(
     entries: Sequence[Entry], status: Status | None, fact: GroupFacts, ring: _Ring
 ) -> int | None:
     shown = max((entry.collective for entry in entries), default=None)
-    if not on_device(fact.backend) or fact.has_pairs:
-        # The status may count something else; entries also say how many collectives came before.
-        if shown is None and status is not None and not fact.has_pairs and status.enqueued <= 0:
-            return status.enqueued
-        return 0 if shown is None and ring.complete else shown
-    if status is None:
-        return 0 if shown is None and ring.complete else shown
-    return max(status.enqueued, -1 if shown is None else shown)
+    if status is not None and on_device(fact.backend) and not fact.has_pairs:
+        return max(status.enqueued, 0, shown or 0)
+    if shown is None and (ring.complete or (status is not None and status.enqueued <= 0)):
+        return 0
+    return shown  # also a send or receive says how many collectives came before it
 
 
 def _completed(
-    operations: Sequence[Operation], enqueued: int | None, status: Status | None, fact: GroupFacts
+    operations: Sequence[Operation],
+    enqueued: int | None,
+    status: Status | None,
+    fact: GroupFacts,
+    complete: bool,
 ) -> int | None:
-    """The status where it counts collectives, otherwise everything before the first pending one."""
-    if enqueued is None:
-        return None
+    """The status where it counts collectives; otherwise what is before the first pending one.
+
+    The latter only where something complete is shown: what is pending may have been overwritten.
+    """
     if status is not None and on_device(fact.backend) and not fact.has_pairs:
-        return status.completed
+        return max(status.completed, 0)
     pending = [op.sequence for op in operations if op.state is not OperationState.COMPLETED]
-    return min(pending) - 1 if pending else enqueued
+    done = [op.sequence for op in operations if op.state is OperationState.COMPLETED]
+    first = min(pending, default=None)
+    if first is None:
+        return enqueued if done or complete else None
+    return first - 1 if complete or any(number < first for number in done) else None
 
 
 def _started(operations: Sequence[Operation], enqueued: int | None) -> int | None:
@@ -279,9 +287,11 @@ def _channels(
         )
 
 
-def _completed_pairs(operations: Sequence[Operation], count: PairCount) -> int:
+def _completed_pairs(operations: Sequence[Operation], count: PairCount) -> int | None:
     """Both directions share the numbers: what is pending in the other is not pending here."""
     pending = [op.sequence for op in operations if op.state is not OperationState.COMPLETED]
+    if not count.whole:
+        return count.completed
     return min(pending) - 1 if pending else count.enqueued
 
 
@@ -301,14 +311,23 @@ def _done_batches(entries: Iterable[Entry]) -> set[int]:
     return {e.pair for e in entries if e.is_pair and e.own_position is None and e.done}
 
 
-def _lost_entries(ring: _Ring, groups: Iterable[GroupState]) -> bool:
-    """The ring has wrapped over an operation that is still outstanding, or may have."""
-    for state in groups:
-        if state.enqueued is not None and state.completed is not None:
-            shown = sum(op.sequence > state.completed for op in state.operations)
-            if shown < state.enqueued - state.completed:
+def _lost_operations(ring: _Ring, facts: Mapping[str, GroupFacts]) -> bool:
+    """Something may be outstanding that is not shown: the ring has wrapped over it.
+
+    Collectives are safe where the status counts them; sends and receives need their entries.
+    """
+    if not ring.status:
+        oldest = ring.dump.entries[:1]
+        return not ring.complete and not (oldest and oldest[0].done)
+    for name, status in ring.status.items():
+        if name in facts and facts[name].has_pairs:
+            entries = ring.entries.get(name, ())
+            shown = {
+                (e.is_pair, e.pair if e.is_pair else e.collective) for e in entries if not e.done
+            }
+            if len(shown) < status.enqueued - status.completed:
                 return True
-    return not ring.complete and not ring.status and bool(ring.entries)
+    return False
 
 
 def _hides_pairs(ring: _Ring) -> bool:

@@ -28,7 +28,10 @@ class PairCount(NamedTuple):
     """How far one rank got with its sends and receives in one group."""
 
     enqueued: int
-    completed: int
+    completed: int | None
+    """At least this far, as far as its status tells."""
+    whole: bool
+    """Everything that is outstanding is listed."""
 
 
 Place = tuple[str, int]
@@ -72,11 +75,14 @@ def _pairs_of(entries: Sequence[Entry]) -> list[Entry]:
 def _count(listed: Sequence[Entry], status: Status | None, fact: _Facts) -> PairCount | None:
     shown = max((entry.pair for entry in listed), default=None)
     if status is not None and status.enqueued > fact.most_collectives:
-        return PairCount(max(status.enqueued, shown or 0), status.completed)
+        listed_numbers = {entry.pair for entry in listed if entry.pair > status.completed}
+        whole = len(listed_numbers) >= status.enqueued - status.completed
+        return PairCount(max(status.enqueued, shown or 0), status.completed, whole)
     if shown is None:
         return None
     pending = [entry.pair for entry in listed if not entry.done]
-    return PairCount(shown, min(pending) - 1 if pending else shown)
+    earliest = min(pending, default=shown + 1)
+    return PairCount(shown, None, any(entry.pair < earliest for entry in listed))
 
 
 def _aligned(fact: _Facts, mine: Mapping[int, Sequence[Entry]]) -> list[tuple[int, int]]:

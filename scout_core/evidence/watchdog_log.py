@@ -98,7 +98,7 @@ def _read_line(line: str, seen: _Seen, description: str) -> None:
         found = pattern.search(line)
         if found:
             before = getattr(seen, attribute)
-            number = int(found[1])
+            number = max(int(found[1]), 0)  # -1: none yet; the first one is number 1
             setattr(seen, attribute, number if before is None else max(before, number))
 
 
