@@ -70,13 +70,21 @@ def topology(parallelism: Parallelism, ranks: int) -> Topology:
 
 
 def parallelise(
-    model: GPT, parallelism: Parallelism, ranks: int, device: str = "cpu"
+    model: GPT,
+    parallelism: Parallelism,
+    ranks: int,
+    device: str = "cpu",
+    fixed_buckets: bool = False,
 ) -> tuple[nn.Module, DeviceMesh | None]:
-    """Wrap the model; a collective call. Returns the wrapped model and its mesh."""
+    """Wrap the model; a collective call. Returns the wrapped model and its mesh.
+
+    Args:
+        fixed_buckets: keep DDP from re-ordering its gradient buckets after the first step, so that
+            a restarted run is bitwise equal to one that was not interrupted.
+    """
     sizes = degrees(parallelism, ranks)
     if parallelism is Parallelism.DDP:
-        # A fixed bucket order, so that a restarted run is bitwise equal to an uninterrupted one.
-        return DistributedDataParallel(model, find_unused_parameters=True), None
+        return DistributedDataParallel(model, find_unused_parameters=fixed_buckets), None
     names = {"d": "dp_replicate", "s": "dp_shard", "t": "tp"}
     axes = [axis for axis in "dst" if axis in sizes]
     if parallelism is not Parallelism.HSDP_TP:
