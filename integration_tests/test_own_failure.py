@@ -87,9 +87,9 @@ def _break(case: str, session: Any) -> None:
     elif case == "out of memory before the broadcast":
         subject.copies_for = fail  # type: ignore[assignment]
     elif case == "arming raises":
-        session._make_subject = fail
+        session._checker._subject = fail
     elif case == "interpreting raises":
-        session._interpreter.news = fail
+        session._checker._interpreter.news = fail
     elif case == "a collective fails":
         session._exchange.all_gather = fail
 

@@ -87,6 +87,8 @@ class Ballot:
     dissent: Dissent | None = None
     retire: str = ""
     """Why this recipe can never be replayed; empty when it may be tried again."""
+    absent: str = ""
+    """Why no rank has a call to replay this time: retire it when that lasts."""
     remark: str = ""
     """Something the user should know that does not stop the replay."""
     broken: str = ""
@@ -125,8 +127,10 @@ def count(votes: Mapping[int, Vote]) -> Ballot:
 def _not_ready(votes: Mapping[int, Vote]) -> Ballot:
     late = {rank: vote for rank, vote in votes.items() if not vote.ready}
     reasons = sorted({vote.why_not for vote in late.values()})
-    if any(not vote.fixable for vote in late.values()) or len(late) == len(votes):
+    if any(not vote.fixable for vote in late.values()):
         return Ballot(False, retire="; ".join(reasons))
+    if len(late) == len(votes):
+        return Ballot(False, absent="; ".join(reasons))
     if 2 * len(late) < len(votes):
         ranks = tuple(sorted(late))
         text = f"{'; '.join(reasons)}, while {len(votes) - len(late)} peers have it"

@@ -54,8 +54,8 @@ class Result:
     known: Qualification = NOTHING
     shapes: str = ""
     """Shapes of the source's arguments: times of other shapes are not compared."""
-    failed_anywhere: bool = False
-    """Some rank of the job could not replay."""
+    wild_anywhere: bool = False
+    """Some rank of the job computed NaN or infinity, or could not replay."""
     entered: bool = False
 
 
@@ -143,7 +143,7 @@ class Check:
             reports=reports,
             known=known,
             shapes=str([leaf[1] for leaf in of_source.leaves]),
-            failed_anywhere=failed_anywhere,
+            wild_anywhere=wild or failed_anywhere,
             entered=True,
         )
 

@@ -16,6 +16,8 @@ from scout_core.decision.topology import LayoutName, Topology
 from scout_core.integration.check import Repeated, Result, WorkGroups, dissent_finding
 from scout_core.integration.ledger import stamped
 
+MAX_ABSENCES = 3  # turns in a row in which no rank has a call: the recipe is then retired
+
 
 @dataclass(frozen=True)
 class News:
@@ -61,6 +63,7 @@ class Interpreter:
         self._rule = rule
         self._compares = compares
         self._said: set[str] = set()
+        self._absences: dict[str, int] = {}
 
     def news(
         self, result: Result, groups: WorkGroups, layout: LayoutName, known: Qualification
@@ -74,13 +77,14 @@ class Interpreter:
         ballot = result.ballot
         if ballot.broken:
             return News(broken=ballot.broken)
-        if ballot.retire:
-            return News(retire=ballot.retire)
+        if ballot.retire or ballot.absent:
+            return News(retire=ballot.retire or self._absence(result))
         if ballot.dissent:
             finding = dissent_finding(ballot.dissent, groups.work)
             return News((narrate.other_work(finding, scene),))
         if not result.entered:
             return News()
+        self._absences.pop(result.turn.recipe, None)
         failures = {r: report.missing for r, report in result.reports.items() if report.missing}
         if failures:
             shown = "; ".join(f"rank {rank}: {why}" for rank, why in sorted(failures.items()))
@@ -96,6 +100,12 @@ class Interpreter:
         if result.turn.timed and not why:
             incidents += self._stragglers(result, groups, scene)
         return News(tuple(incidents), why, self._remarks(result))
+
+    def _absence(self, result: Result) -> str:
+        """Retire a recipe that no rank could replay several times in a row."""
+        recipe = result.turn.recipe
+        self._absences[recipe] = self._absences.get(recipe, 0) + 1
+        return result.ballot.absent if self._absences[recipe] >= MAX_ABSENCES else ""
 
     def _new_differences(
         self, result: Result, groups: WorkGroups, known: Qualification, scene: Scene
@@ -120,7 +130,7 @@ class Interpreter:
         return incidents
 
     def _remarks(self, result: Result) -> tuple[str, ...]:
-        remarks = [result.ballot.remark] if result.ballot.remark else []
+        remarks = [text for text in (result.ballot.remark, result.remark) if text]
         wild = [rank for rank, report in result.reports.items() if not report.finite]
         if wild:
             remarks.append(f"{result.site} gives NaN or infinity on ranks {wild}")
