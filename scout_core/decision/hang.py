@@ -39,6 +39,7 @@ from scout_core.decision.snapshots import (
     RankSnapshot,
 )
 from scout_core.decision.views import (
+    GroupView,
     group_views,
     held_by_device,
     oldest_outstanding,
@@ -92,9 +93,13 @@ class _Case:
         present = list(self.seen.values())
         self.groups = group_views(present)
         pairs = pair_views(present)
-        self.stuck = stuck_on_device(self.groups)
-        self.held = held_by_device(self.groups, pairs)
         self.divergences = find_divergences(self.groups, pairs)
+        self.stuck = {
+            rank: proof
+            for rank, proof in stuck_on_device(self.groups).items()
+            if not self._diverged_before(*proof)
+        }
+        self.held = held_by_device(self.groups, pairs)
         self.kinds = self._faults_by_themselves()
         self.graph = build_graph(snapshots, self.groups, pairs, self._released())
         self.excused: set[int] = set()
@@ -116,6 +121,13 @@ class _Case:
             victims=self._victims(),
             cores=self.cores,
             unseen=sorted(self.unseen),
+        )
+
+    def _diverged_before(self, view: GroupView, operation: Operation) -> bool:
+        """After members took different paths, equal numbers are no longer equal operations."""
+        return any(
+            d.place is view and d.sequence is not None and d.sequence <= operation.sequence
+            for d in self.divergences
         )
 
     def _faults_by_themselves(self) -> dict[int, HangKind]:
@@ -149,7 +161,9 @@ class _Case:
         sinks = _sinks(self.graph) - set(self.kinds)
         dead = {rank for rank in sinks if self.seen[rank].state in GONE}
         self.excused = {rank for rank in sinks - dead if self.seen[rank].within_limit}
-        candidates = sinks - dead - self.excused
+        camps = {rank for d in self.divergences for rank in d.ranks}
+        diverged = {rank for rank in camps if not self._stands_elsewhere(rank)}
+        candidates = sinks - dead - self.excused - diverged
         hidden = {r for r in candidates if self.seen[r].blocked or self._lost_its_waits(r)}
         if len(candidates) > 1:
             hidden |= {rank for rank in candidates if self._may_wait_unseen(rank)}
