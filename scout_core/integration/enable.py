@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import pathlib
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _get_default_store  # torch 2.10 - 2.13
 
 from scout_core.config import ScoutConfig
 from scout_core.errors import ScoutError
 from scout_core.evidence.exchange import GroupExchange
 from scout_core.integration.framework import Framework
+from scout_core.integration.hang_watch import HangWatch
+from scout_core.integration.job_facts import device_name
 from scout_core.integration.models import Patterns
 from scout_core.integration.pytorch import PyTorch
 from scout_core.integration.session import Callback, Session, print_line
 from scout_core.report.events import RunDir
+
+_starts = itertools.count()  # keys of the job's store are used once
 
 
 def enable_resiliency(
@@ -30,6 +37,7 @@ def enable_resiliency(
     *,
     mesh: DeviceMesh | None = None,
     run_dir: str | os.PathLike[str] | None = None,
+    dataloader: Iterable[Any] | None = None,
     fault_callback: Callback | None = None,
 ) -> Session:
     """Attach SCOUT to a model that is already parallelised; all ranks call it together.
@@ -40,6 +48,7 @@ def enable_resiliency(
         config: a `ScoutConfig`, plain values for one, or None for the defaults.
         mesh: DeviceMesh over all ranks with named dimensions; None finds it in the parameters.
         run_dir: folder for incidents and events; None makes ./scout_runs/<time>.
+        dataloader: of the training loop, so that a stall of the input is told from others.
         fault_callback: called with each new Incident on every rank; its exceptions are logged.
 
     Returns:
@@ -57,7 +66,9 @@ def enable_resiliency(
         config = ScoutConfig.parse(dict(config or {}), "the config of enable_resiliency")
     patterns = Patterns(config.layers, config.embedding, config.head)
     framework = PyTorch(model, optimizer, mesh, patterns)
-    return attach(framework, config, run_dir=run_dir, fault_callback=fault_callback)
+    return attach(
+        framework, config, run_dir=run_dir, dataloader=dataloader, fault_callback=fault_callback
+    )
 
 
 def attach(
@@ -65,6 +76,7 @@ def attach(
     config: ScoutConfig,
     *,
     run_dir: str | os.PathLike[str] | None = None,
+    dataloader: Iterable[Any] | None = None,
     fault_callback: Callback | None = None,
 ) -> Session:
     """Start a session for any framework; all ranks call it together. Adapters end here."""
@@ -72,5 +84,30 @@ def attach(
     everyone = tuple(range(exchange.world_size))
     default = str(pathlib.Path("scout_runs") / time.strftime("%Y%m%d-%H%M%S"))
     mine = str(run_dir) if run_dir is not None else default
-    agreed = exchange.all_gather(mine.encode(), everyone)[0].decode()
-    return Session(framework, config, exchange, RunDir(agreed), print_line, fault_callback)
+    folder = RunDir(exchange.all_gather(mine.encode(), everyone)[0].decode())
+    session = Session(framework, config, exchange, folder, print_line, fault_callback)
+    if config.hang.enabled and not HangWatch.is_running():
+        session.hang = _watch_hangs(session, framework, config, folder)
+        if dataloader is not None:
+            session.hang.watch_loader(dataloader)
+    return session
+
+
+def _watch_hangs(
+    session: Session, framework: Framework, config: ScoutConfig, run_dir: RunDir
+) -> HangWatch:
+    """Start the out-of-band observer; one per process, whatever the number of sessions."""
+    watch = HangWatch.start(
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        run_dir=run_dir,
+        config=config.hang,
+        store=PrefixStore(f"scout/{next(_starts)}", _get_default_store()),
+        topology=session.topology,
+        job=config.job,
+        device=device_name(framework.device),
+    )
+    watch.watch_layers({s.name: s.module for s in framework.sites() if s.role == "hidden"})
+    for optimizer in framework.optimizers():
+        watch.watch_optimizer(optimizer)
+    return watch

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, ClassVar, Final, Self
 
 import torch
 from torch._C._distributed_c10d import Store
@@ -50,6 +50,8 @@ class HangWatch:
     Made by `start`, which all ranks call together; also a context manager. The methods are for
     the training thread.
     """
+
+    _running: ClassVar[HangWatch | None] = None
 
     def __init__(self, rank: int, run_dir: RunDir) -> None:
         """Prepare an unstarted watch; use `start`."""
@@ -88,6 +90,7 @@ class HangWatch:
             timeout_s: for the whole call; without all ranks by then the job has no hang cover.
         """
         watch = cls(rank, run_dir)
+        cls._running = watch
         watch._observe()
         try:
             rendezvous = Rendezvous(store, rank, world_size, timeout_s)
@@ -98,6 +101,11 @@ class HangWatch:
         except (ScoutError, OSError, RuntimeError) as error:
             watch._lose(str(error))
         return watch
+
+    @classmethod
+    def is_running(cls) -> bool:
+        """Tell whether a watch of this process has been started and not closed."""
+        return cls._running is not None
 
     def phase(self, name: str, detail: str = "") -> AbstractContextManager[None]:
         """Publish a phase for a block: "data", "evaluation", "checkpoint", "step", ...
@@ -153,6 +161,7 @@ class HangWatch:
         if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
+        type(self)._running = None
         atexit.unregister(self._at_exit)
         while self._undo:
             self._undo.pop()()

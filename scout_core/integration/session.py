@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any, Self
 
@@ -19,6 +20,7 @@ from scout_core.evidence.exchange import Exchange
 from scout_core.integration import job_facts
 from scout_core.integration.checker import Checker, Told, shown_by
 from scout_core.integration.framework import Framework
+from scout_core.integration.hang_watch import HangWatch
 from scout_core.integration.ledger import Ledger
 from scout_core.integration.session_coverage import SessionCoverage
 from scout_core.report.events import RunDir
@@ -58,6 +60,8 @@ class Session:
         self._closed = False
         self._in_check = False
         self._steps = 0
+        self.hang: HangWatch | None = None
+        """The out-of-band observer, when this session started it."""
         self._ledger = Ledger(self._on_incident)
         watch = CoherenceWatch(framework.master_pairs)
         facts = job_facts.learn(framework, exchange, watch.gaps())
@@ -119,6 +123,26 @@ class Session:
         """A reported fault has not been seen healthy since; equal on all ranks."""
         return bool(self._ledger.open)
 
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Publish that a block is "evaluation", "checkpoint", "data" or "idle", not a step.
+
+        Each phase has a time limit of its own before it counts as a hang.
+
+        Raises:
+            ScoutError: there is no such phase.
+        """
+        return nullcontext() if self.hang is None else self.hang.phase(name)
+
+    def pause(self) -> None:
+        """Say that the job is idle on purpose, until `resume`."""
+        if self.hang is not None:
+            self.hang.pause()
+
+    def resume(self) -> None:
+        """End the last `pause`."""
+        if self.hang is not None:
+            self.hang.resume()
+
     def close(self) -> None:
         """Take every hook away and give SCOUT's groups back; training can go on."""
         if self._closed:
@@ -127,6 +151,8 @@ class Session:
         self._checker.let_go()
         for undo in reversed(self._undo):
             undo()
+        if self.hang is not None:
+            self.hang.close()
         self._exchange.close()
         state = "" if self._armed else " (switched off after an internal error)"
         self._say(
@@ -143,6 +169,8 @@ class Session:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if error is not None and self.hang is not None:
+            self.hang.fail(error)
         self.close()
 
     def _before_update(self) -> None:
@@ -155,6 +183,8 @@ class Session:
             self._check()
         if self._armed and rotation.is_due(self._steps + 1, self._config.interval_steps):
             self._checker.arm()
+        if self.hang is not None:
+            self.hang.step(self._steps)
 
     def _check(self) -> None:
         self._in_check = True
