@@ -32,6 +32,8 @@ from scout_core.decision.views import (
 
 GONE = frozenset({ProcessState.DEAD, ProcessState.STOPPED, ProcessState.UNREACHABLE})
 """States in which a rank cannot take part in anything."""
+NEVER = -2
+"""Less than any count: -1 already means that nothing was entered yet."""
 ANYONE = -1
 """Stands for a member of a group that no source names."""
 
@@ -134,17 +136,16 @@ class _Members:
         self._hidden_nodes: dict[int, list[int]] = {}
         levels: dict[int, list[int]] = defaultdict(list)
         self._unknown: dict[int, int] = {}
-        never = min((least_entered(state) for state in view.states.values()), default=0) - 1
         for rank in view.ranks:
             snapshot, state = seen.get(rank), view.states.get(rank)
             if snapshot is None:
-                self._unknown[rank] = never
+                self._unknown[rank] = NEVER
             elif state is not None and state.enqueued is not None:
                 levels[state.enqueued].append(graph.node_of[rank])
             elif snapshot.state in GONE or (state is None and view.counter in snapshot.complete):
-                levels[never].append(graph.node_of[rank])
+                levels[NEVER].append(graph.node_of[rank])
             else:
-                self._unknown[rank] = never if state is None else least_entered(state)
+                self._unknown[rank] = NEVER if state is None else least_entered(state)
         self._counts = sorted(levels)
         self._nodes: list[int] = []
         for count in self._counts:
