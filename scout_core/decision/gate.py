@@ -79,6 +79,16 @@ class CheckpointGate:
         return self._uncovered
 
     @property
+    def last_check(self) -> int:
+        """Step of the newest check; an earlier one means that the job went back."""
+        return self._last_check
+
+    @property
+    def last_save(self) -> int:
+        """Step of the newest save; an earlier one means that the job went back."""
+        return self._last_save
+
+    @property
     def accepted(self) -> tuple[Recipe, ...]:
         """Recipes of the cycle under way: those after the candidate, or towards the first one."""
         after = -1 if self.candidate is None else self.candidate.step

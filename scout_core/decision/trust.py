@@ -15,7 +15,7 @@ from scout_core.errors import ScoutError
 
 SCHEMA = "scout.trust/1"
 
-_SETTLED = (Label.ABANDONED, Label.DAMAGED, Label.DROPPED)  # nothing the gate sees changes these
+_SETTLED = (Label.ABANDONED, Label.DAMAGED, Label.DROPPED, Label.REFUSED)  # the gate changes none
 _PROVEN = (Label.VERIFIED, Label.UNCERTIFIED)
 _USABLE = (Label.UNPROVEN, Label.CANDIDATE, *_PROVEN)
 
@@ -275,7 +275,12 @@ def protected(record: Record) -> frozenset[str]:
 
 
 def purgeable(record: Record, keep_last: int) -> tuple[Entry, ...]:
-    """Return the checkpoints to remove: all but the protected and the `keep_last` newest others."""
+    """Return the checkpoints to remove: all but the protected and the `keep_last` newest others.
+
+    Of those in memory (absolute paths) only the protected stay.
+    """
     safe = protected(record)
     others = [entry for entry in record.checkpoints if entry.path not in safe]
-    return tuple(others[: max(0, len(others) - keep_last)])
+    kept = [entry for entry in others if not entry.path.startswith("/")]
+    kept = kept[max(0, len(kept) - keep_last) :]
+    return tuple(entry for entry in others if entry not in kept)
