@@ -213,6 +213,20 @@ class Topology:
             raise ScoutError(f"axis {axis!r} does not exist; the axes are {', '.join(AXES)}")
         return tuple(sorted(set(self._along(axis, layout))))
 
+    @cached_property
+    def rows(self) -> tuple[tuple[int, ...], ...]:
+        """Groups of ranks that exchange data inside a layer, each ascending; every rank is in one.
+
+        They are the tensor, context and expert parallel partners of one replica and stage,
+        connected over both layouts. One of them makes the others' results wrong.
+        """
+        row_of: dict[int, set[int]] = {rank: {rank} for rank in range(self.world_size)}
+        for layout in (self.dense, self.expert):
+            for partners in set(_members([(place.d, place.s, place.p) for place in layout])):
+                joined = set().union(*(row_of[rank] for rank in partners))
+                row_of |= dict.fromkeys(joined, joined)
+        return tuple(sorted({tuple(sorted(row)) for row in row_of.values()}))
+
     def coverage(self) -> Coverage:
         """Say what each group can do: attribute, detect or nothing, and why."""
         return Coverage(

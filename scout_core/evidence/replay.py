@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,12 +16,15 @@ import torch
 from torch import nn
 
 from scout_core.decision.evidence import Signature
+from scout_core.decision.origin import Trace
+from scout_core.decision.topology import LayoutName
 from scout_core.evidence.capture import Arguments, Modes, local_of, tensors_of
 from scout_core.evidence.clock import Clock, Timing
 from scout_core.evidence.folding import signature_of
 from scout_core.evidence.isolate import LeafMaker, Materialised, isolated
 from scout_core.evidence.rng import RngState
 from scout_core.evidence.stand_in import stand_in
+from scout_core.evidence.trace import Tracer
 
 Whole = Callable[[nn.Module], contextlib.AbstractContextManager[Materialised]]
 
@@ -87,6 +90,35 @@ def replay(
     needs no second broadcast.
     """
     found = Replayed()
+    with _prepared(module, inputs, device, found) as leaves:
+        shared = {name: leaf for name, leaf in leaves.items() if not name.startswith(apart)}
+        if shared:
+            found.theta = signature_of(shared)
+        for repeat in range(repeats):
+            call = _call(module, inputs, device, leaves)
+            found.calls.append(_timed(call, inputs.modes, device))
+            if repeat in (0, repeats - 1):
+                found.outputs.append(call.signatures(shared))
+                found.finite = found.finite and call.is_finite()
+    return found
+
+
+def trace(
+    module: nn.Module, inputs: Inputs, device: Device, layout: LayoutName, apart: tuple[str, ...]
+) -> Trace:
+    """Run the module as `replay` does, once, and sign what passes between its submodules."""
+    with _prepared(module, inputs, device, Replayed()) as leaves:
+        tracer = Tracer(module, layout, apart)
+        call = _call(module, inputs, device, leaves, tracer.output)
+        _timed(call, inputs.modes, device)
+        return tracer.trace
+
+
+@contextlib.contextmanager
+def _prepared(
+    module: nn.Module, inputs: Inputs, device: Device, found: Replayed
+) -> Iterator[dict[str, nn.Parameter]]:
+    """Make the parameters whole and isolate the module; random generators are put back after."""
     before = device.get_rng()
     with contextlib.ExitStack() as stack:
         entered: list[Materialised] = []
@@ -96,14 +128,7 @@ def replay(
         make_leaf = _poisoned(device.make_leaf) if inputs.poisoned else device.make_leaf
         leaves = stack.enter_context(isolated(module, entered[0], make_leaf))
         stack.callback(device.set_rng, before)
-        shared = {name: leaf for name, leaf in leaves.items() if not name.startswith(apart)}
-        if shared:
-            found.theta = signature_of(shared)
-        trainable = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
-        for repeat in range(repeats):
-            sign = repeat in (0, repeats - 1)
-            _one_repeat(module, inputs, device, trainable, found, shared if sign else None)
-    return found
+        yield leaves
 
 
 def _poisoned(make_leaf: LeafMaker) -> LeafMaker:
@@ -111,40 +136,32 @@ def _poisoned(make_leaf: LeafMaker) -> LeafMaker:
     return lambda live, whole: make_leaf(live, stand_in(whole, next(seeds)))
 
 
-def _one_repeat(
+def _call(
     module: nn.Module,
     inputs: Inputs,
     device: Device,
     leaves: Mapping[str, nn.Parameter],
-    found: Replayed,
-    signed: Mapping[str, nn.Parameter] | None,
-) -> None:
+    watch: Callable[[list[torch.Tensor]], None] | None = None,
+) -> _Call:
+    """Set up one call on fresh copies of the inputs, with the source's random state."""
     copies = [
         tensor.clone().requires_grad_(needs)
         for tensor, needs in zip(inputs.tensors, inputs.needs_grad, strict=True)
     ]
     args, kwargs = inputs.arguments.rebuild(copies, inputs.constants)
     device.set_rng(inputs.rng)
-    call = _Call(
-        module, args, kwargs, [t for t in copies if t.requires_grad], list(leaves.values())
-    )
-    enabled, dtype = inputs.modes.autocast
+    trainable = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
+    return _Call(module, args, kwargs, [t for t in copies if t.requires_grad], trainable, watch)
+
+
+def _timed(call: _Call, modes: Modes, device: Device) -> Timing:
+    enabled, dtype = modes.autocast
     kind = device.device.type
     with (
         torch.enable_grad(),
         torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False),
     ):
-        found.calls.append(device.clock.measure(call.run))
-    if signed is not None:
-        grads = dict(zip(leaves, call.leaf_grads, strict=True))
-        found.outputs.append(
-            {
-                "output": signature_of(dict(enumerate(call.outputs))),
-                "input_grad": signature_of(dict(enumerate(call.input_grads))),
-                "parameter_grad": signature_of({n: g for n, g in grads.items() if n in signed}),
-            }
-        )
-        found.finite = found.finite and all(map(is_finite, (*call.outputs, *call.grads)))
+        return device.clock.measure(call.run)
 
 
 class _Call:
@@ -156,31 +173,40 @@ class _Call:
         args: Any,
         kwargs: Any,
         inputs: list[torch.Tensor],
-        leaves: list[nn.Parameter],
+        leaves: Mapping[str, nn.Parameter],
+        watch: Callable[[list[torch.Tensor]], None] | None,
     ) -> None:
         self._entry = module._compiled_call_impl or module.forward
         self._args, self._kwargs = args, kwargs
         self._inputs, self._leaves = inputs, leaves
-        self.outputs: list[torch.Tensor] = []
-        self.grads: list[torch.Tensor | None] = []
+        self._watch = watch
+        self._outputs: list[torch.Tensor] = []
+        self._grads: list[torch.Tensor | None] = []
 
     def run(self) -> None:
-        self.outputs = tensors_of(self._entry(*self._args, **self._kwargs))
-        roots = [y for y in self.outputs if y.requires_grad]
-        wanted = [*self._inputs, *self._leaves]
+        self._outputs = tensors_of(self._entry(*self._args, **self._kwargs))
+        if self._watch is not None:
+            self._watch(self._outputs)
+        roots = [y for y in self._outputs if y.requires_grad]
+        wanted = [*self._inputs, *self._leaves.values()]
         if roots and wanted:
             seeds = [y.detach() for y in roots]
-            self.grads = list(torch.autograd.grad(roots, wanted, seeds, allow_unused=True))
+            self._grads = list(torch.autograd.grad(roots, wanted, seeds, allow_unused=True))
         else:
-            self.grads = [None] * len(wanted)
+            self._grads = [None] * len(wanted)
 
-    @property
-    def input_grads(self) -> list[torch.Tensor | None]:
-        return self.grads[: len(self._inputs)]
+    def signatures(self, shared: Mapping[str, nn.Parameter]) -> dict[str, Signature]:
+        """Sign the results; of parameter gradients only those of `shared`."""
+        split = len(self._inputs)
+        grads = dict(zip(self._leaves, self._grads[split:], strict=True))
+        return {
+            "output": signature_of(dict(enumerate(self._outputs))),
+            "input_grad": signature_of(dict(enumerate(self._grads[:split]))),
+            "parameter_grad": signature_of({n: g for n, g in grads.items() if n in shared}),
+        }
 
-    @property
-    def leaf_grads(self) -> list[torch.Tensor | None]:
-        return self.grads[len(self._inputs) :]
+    def is_finite(self) -> bool:
+        return all(map(is_finite, (*self._outputs, *self._grads)))
 
 
 def is_finite(tensor: torch.Tensor | None) -> bool:

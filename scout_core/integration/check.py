@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 
 from scout_core.decision import replay_verdict, vote
 from scout_core.decision.evidence import Signature
+from scout_core.decision.origin import SPREADS, Event, Origins, Trace
 from scout_core.decision.qualification import Qualification
 from scout_core.decision.replay_verdict import Finding, Report
 from scout_core.decision.rotation import Turn
@@ -57,6 +58,8 @@ class Result:
     wild_anywhere: bool = False
     """Some rank of the job computed NaN or infinity, or could not replay."""
     entered: bool = False
+    remark: str = ""
+    """Something that went wrong in looking closer."""
 
 
 class WorkGroups:
@@ -81,6 +84,16 @@ class WorkGroups:
             tuple(ranks) for ranks in by_replica.values() if len(ranks) > 1
         )
         """Ranks that gather their FSDP shards from each other: d equal, s free."""
+        self.topology = topology
+
+    @property
+    def exchanges_inside(self) -> bool:
+        """Some ranks of the job exchange data inside a layer: one makes the others wrong."""
+        return any(len(row) > 1 for row in self.topology.rows)
+
+    def peers_of(self, rank: int, layout: LayoutName) -> Ranks:
+        """Global ranks that hold the same values as any rank of the job."""
+        return self.topology.peer_group(rank, layout).ranks
 
     def join(self, exchange: Exchange) -> None:
         """Create the groups; collective."""
@@ -137,7 +150,7 @@ class Check:
             again.append(self._judge(repeated, known))
         if suspicious:
             findings = self._narrow(findings)
-        return replace(
+        result = replace(
             result,
             found=tuple(_count(finding, again) for finding in findings),
             reports=reports,
@@ -146,6 +159,9 @@ class Check:
             wild_anywhere=wild or failed_anywhere,
             entered=True,
         )
+        if suspicious and not failed_anywhere and self._groups.exchanges_inside:
+            result = self._settle(result, subject, poisoned)
+        return result
 
     def share(self, news: bytes) -> list[bytes]:
         """Let every rank of the job know every rank's news; costs one reduction when none has any.
@@ -202,6 +218,29 @@ class Check:
         sharded = any(report.gather_s is not None for report in reports.values())
         gathers = groups.gathers if sharded else ()
         return state + replay_verdict.judge_replay(reports, groups.peers, gathers, blamed)
+
+    def _settle(self, result: Result, subject: Subject, poisoned: bool) -> Result:
+        """Drop ranks that are wrong because a partner inside the layer is; see `decision.origin`.
+
+        Called on all ranks together, because partners are in other work groups.
+        """
+        groups, everyone = self._groups, tuple(range(self._exchange.world_size))
+        traced: list[Trace] = []
+        failure = _error_of(lambda: traced.append(subject.trace(poisoned)))
+        spread = [each.finding for each in result.found if each.finding.reason in SPREADS]
+        accused = [rank for finding in spread for rank in finding.ranks]
+        payload = json.dumps([accused, traced[0] if traced else (), failure]).encode()
+        told = [json.loads(part) for part in self._exchange.all_gather(payload, everyone)]
+        traces = {rank: tuple(Event(*e) for e in told[rank][1]) for rank in everyone}
+        suspects = frozenset(rank for ranks, _, _ in told for rank in ranks)
+        origins = Origins.find(suspects, traces, groups.topology.rows, groups.peers_of)
+        settled = [(each, origins.settle(each.finding)) for each in result.found]
+        failed = "; ".join(sorted({error for _, _, error in told if error}))
+        return replace(
+            result,
+            found=tuple(replace(each, finding=new) for each, new in settled if new is not None),
+            remark=f"submodules could not be traced: {failed}" if failed else "",
+        )
 
     def _narrow(self, findings: Sequence[Finding]) -> list[Finding]:
         """Replace the unit by the tensors in it that differ (parameter by parameter)."""

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from scout_core.decision.evidence import Signature
+from scout_core.decision.origin import Trace
 from scout_core.decision.replay_verdict import BROADCAST, PARAMETERS, Report
 from scout_core.decision.vote import Vote
 from scout_core.evidence.capture import (
@@ -26,7 +27,7 @@ from scout_core.evidence.clock import Clock
 from scout_core.evidence.exchange import Exchange, Ranks
 from scout_core.evidence.folding import signature_of
 from scout_core.evidence.optimizer_replay import OptimizerRecorder, updated
-from scout_core.evidence.replay import Device, Inputs, Replayed, is_finite, replay
+from scout_core.evidence.replay import Device, Inputs, Replayed, is_finite, replay, trace
 from scout_core.evidence.stand_in import stand_in
 from scout_core.integration.framework import Framework, Site
 
@@ -45,6 +46,9 @@ class Subject(Protocol):
 
     def run(self, poisoned: bool) -> Report:
         """Repeat the work on what was received; on finite stand-ins when training is poisoned."""
+
+    def trace(self, poisoned: bool) -> Trace:
+        """Repeat it once more, and sign what passes between its parts."""
 
     def close(self) -> None:
         """Disarm, and let go of everything that was captured."""
@@ -98,14 +102,16 @@ class ModuleSubject:
             exchange.broadcast(local_of(tensor), source, peers)
 
     def run(self, poisoned: bool) -> Report:
-        inputs = self._inputs
-        assert inputs is not None
-        received = signature_of({**dict(enumerate(inputs.tensors)), **inputs.rng})
-        if poisoned:
-            inputs = replace(inputs, tensors=stand_ins(inputs.tensors), poisoned=True)
-        site = self._site
+        assert self._inputs is not None
+        received = signature_of({**dict(enumerate(self._inputs.tensors)), **self._inputs.rng})
+        site, inputs = self._site, _inputs_for(self._inputs, poisoned)
         found = replay(site.module, inputs, self._device, self._repeats, site.apart)
         return _report(found, received, self._framework.is_sharded(site.module))
+
+    def trace(self, poisoned: bool) -> Trace:
+        assert self._inputs is not None
+        site, inputs = self._site, _inputs_for(self._inputs, poisoned)
+        return trace(site.module, inputs, self._device, site.layout, site.apart)
 
     def close(self) -> None:
         self._recorder.close()
@@ -162,6 +168,9 @@ class OptimizerSubject:
         stages = {BROADCAST: received, "optimizer_update": results[0]}
         return Report(stages, repeatable=results[0] == results[1], finite=finite)
 
+    def trace(self, poisoned: bool) -> Trace:
+        return ()  # nothing is exchanged in an element-wise update
+
     def close(self) -> None:
         self._recorder.close()
         self._recorder.arguments = None
@@ -183,8 +192,15 @@ class AbsentSubject:
     def run(self, poisoned: bool) -> Report:
         return Report()
 
+    def trace(self, poisoned: bool) -> Trace:
+        return ()
+
     def close(self) -> None:
         return None
+
+
+def _inputs_for(inputs: Inputs, poisoned: bool) -> Inputs:
+    return replace(inputs, tensors=stand_ins(inputs.tensors), poisoned=True) if poisoned else inputs
 
 
 def stand_ins(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
