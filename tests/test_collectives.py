@@ -21,7 +21,7 @@ from torch import nn
 from scout_core.errors import ScoutError
 from scout_core.evidence import collectives
 from scout_core.evidence.c10d_operators import operators
-from scout_core.evidence.collectives import Group, Operation
+from scout_core.evidence.collectives import Operation, Pending
 from scout_core.evidence.progress import Publisher
 from scout_core.evidence.ring import RECEIVE, SEND, RingReader, RingState
 from scout_core.testing import run_ranks
@@ -47,7 +47,7 @@ class Log:
         assert self.entries[note - 1] is operation
         self.completions.append(operation)
 
-    def certain(self, group: Group) -> None:
+    def certain(self, order: Pending) -> None:
         return None
 
     def disarmed(self, reason: str) -> None:
@@ -276,10 +276,10 @@ def every_completion(rank: int) -> list[tuple[str, int, int | None, int]]:
         while time.monotonic() < deadline:
             collectives.refresh(thorough=True)
             state = state_of(publisher)
-            if state.groups[0].completed == state.groups[0].entered:
+            if state.orders[0].completed == state.orders[0].entered:
                 break
         last = state.operations[-1]
-        found.append((last.operation, last.sequence, state.groups[0].completed, last.done_ns))
+        found.append((last.operation, last.sequence, state.orders[0].completed, last.done_ns))
     remove()
     return found
 
@@ -305,8 +305,8 @@ def leave_one_out(rank: int) -> tuple[int, int | None, int, int | None]:
         if rank == 0:
             launch()
         collectives.refresh(thorough=True)
-        group = state_of(publisher).groups[0]
-        found += [group.entered, group.completed]
+        order = state_of(publisher).orders[0]
+        found += [order.entered, order.completed]
     remove()
     return tuple(found)  # type: ignore[return-value]
 
@@ -350,7 +350,11 @@ def in_subgroups(rank: int) -> list[tuple[str, tuple[int, ...], int]]:
     remove()
     state = state_of(publisher)
     assert state.operations[-2].operation == f"broadcast float32 root {2 + rank % 2}"
-    return [(group.backend, group.ranks, group.entered) for group in state.groups]
+    groups = [state.groups[order.group] for order in state.orders]
+    return [
+        (group.backend, group.ranks, order.entered)
+        for group, order in zip(groups, state.orders, strict=True)
+    ]
 
 
 def test_operations_are_counted_per_group_in_global_ranks() -> None:
@@ -376,7 +380,12 @@ def chatter(rank: int) -> list[tuple[int, int, int, int]]:
         else:
             dist.recv(torch.empty(2), group=group)
     remove()
-    return [(o.kind, o.peer, o.sequence, o.tag) for o in state_of(publisher).operations]
+    state = state_of(publisher)
+    orders = [state.orders[operation.order] for operation in state.operations]
+    return [
+        (order.kind, order.peer, operation.sequence, operation.tag)
+        for order, operation in zip(orders, state.operations, strict=True)
+    ]
 
 
 def test_sends_and_receives_are_counted_per_peer_and_direction() -> None:

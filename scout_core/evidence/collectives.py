@@ -167,8 +167,8 @@ class Listener(Protocol):
     def completed(self, operation: Operation, note: Any) -> None:
         """An operation is complete; called later, by whoever noticed it."""
 
-    def certain(self, group: Group) -> None:
-        """What is pending in a group has been looked up: `group.collectives.completed` holds."""
+    def certain(self, order: Pending) -> None:
+        """What is pending has been looked up: `order.completed` holds."""
 
     def disarmed(self, reason: str) -> None:
         """An internal error has ended observation; nothing more will be seen."""
@@ -204,8 +204,12 @@ class _Registry:
             for group in groups:
                 for order in (group.collectives, *group.channels.values()):
                     self._settle(order)
-            if thorough:
-                self._look_up([group for group in groups if group.collectives.untracked])
+            unsure = [group for group in groups if group.collectives.untracked]
+        if thorough and unsure:
+            retired = _retired()  # takes long: without the lock
+            with self._lock:
+                for group in unsure:
+                    self._look_up(group.collectives, retired.get(group.name, {}))
 
     def _install(self) -> None:
         found = operators()
@@ -323,18 +327,14 @@ class _Registry:
                 self._finish(order.untracked.popleft())
             self._finish(operation)
 
-    def _look_up(self, groups: list[Group]) -> None:
-        """Ask torch's Flight Recorder about operations whose `Work` does not tell."""
-        retired = _retired() if groups else {}
-        for group in groups:
-            done = retired.get(group.name, {})
-            untracked = group.collectives.untracked
-            while untracked and done.get(untracked[0].native):
-                self._finish(untracked.popleft())
-            for operation in untracked:
-                operation.certain = operation.native in done
-            for listener in self._listeners:
-                listener.certain(group)
+    def _look_up(self, order: Pending, retired: dict[int, bool]) -> None:
+        """Use what torch's Flight Recorder says where a `Work` does not tell."""
+        while order.untracked and retired.get(order.untracked[0].native):
+            self._finish(order.untracked.popleft())
+        for operation in order.untracked:
+            operation.certain = operation.native in retired
+        for listener in self._listeners:
+            listener.certain(order)
 
     def _finish(self, operation: Operation) -> None:
         operation.work = None

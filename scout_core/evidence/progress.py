@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+import typing_extensions
 from torch.distributed import ReduceOp
 
 from scout_core.decision.snapshots import Phase
 from scout_core.evidence.collectives import Group, Operation, Pending
 from scout_core.evidence.ring import FAILED
 from scout_core.evidence.ring_writer import RingWriter
+from scout_core.evidence.stack import is_inside
 
 Undo = Callable[[], None]
 
@@ -184,15 +186,14 @@ INTERNAL: Final = (
     str(Path(torch.__file__).parent) + "/",
     str(Path(__file__).parent) + "/",  # scout_core.evidence
     str(Path(__file__).parent.parent / "integration") + "/",
-    contextlib.__file__,
-    "<frozen",
+    str(Path(typing_extensions.__file__)),  # wraps deprecated functions of torch
 )
 """Prefixes of source paths that are no place a user can act on."""
 
 
 def is_internal(path: str) -> bool:
-    """Tell whether a source file is torch's or SCOUT's own, so no place a user can act on."""
-    return path.startswith(INTERNAL)
+    """Tell whether a source file is torch's, SCOUT's or Python's: no place a user can act on."""
+    return is_inside(path, INTERNAL)
 
 
 def watch_layers(publisher: Publisher, layers: Mapping[str, torch.nn.Module]) -> Undo:

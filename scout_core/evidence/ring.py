@@ -51,6 +51,7 @@ ORDER_HEAD: Final = 7
 LOST: Final = 8
 END: Final = 9
 END_TEXT: Final = 10
+END_TIME: Final = 11
 
 PROGRESS_AT: Final = 4096
 PROGRESS_STRIDE: Final = 64
@@ -200,6 +201,10 @@ class RingReader:
     def end(self) -> int:
         """Return RUNNING, CLOSED, FAILED or EXITING."""
         return self._words[END]
+
+    def end_ns(self) -> int:
+        """Return when the trainer said that it ends; 0 when it has not."""
+        return self._words[END_TIME]
 
     def progress(self) -> Progress:
         """Return the newest progress record."""

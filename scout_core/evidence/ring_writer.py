@@ -17,6 +17,7 @@ from scout_core.evidence.ring import (
     DONE_WORD,
     END,
     END_TEXT,
+    END_TIME,
     ENTERED_WORD,
     GROUP,
     GROUP_AT,
@@ -208,6 +209,7 @@ class RingWriter:
     def end(self, state: int, reason: str = "") -> None:
         """Say that the trainer ends: CLOSED, FAILED or EXITING."""
         self._words[END_TEXT] = self.text(reason)
+        self._words[END_TIME] = monotonic_ns()
         self._words[END] = state
 
     @property

@@ -63,7 +63,7 @@ def line_to_look_at(frames: Sequence[str], internal: Iterable[str]) -> str:
 
 
 def is_inside(frame: str, prefixes: tuple[str, ...]) -> bool:
-    """Tell whether a frame belongs to one of the folders, or to the standard library."""
+    """Tell whether a frame or path is below one of the prefixes, or in the standard library."""
     if frame.startswith((*prefixes, "<frozen")):
         return True
     return frame.startswith(_STANDARD_LIBRARY) and not frame.startswith(_PACKAGES)

@@ -135,7 +135,7 @@ def _process(
         ended = ProcessState.EXITED if member.finished else ProcessState.DEAD
         return ended, round(now_s - member.ended_s, 3)
     if member.died:  # an exception that nobody caught: the process is on its way out
-        return ProcessState.DEAD, 0.0
+        return ProcessState.DEAD, round(now_s - member.ring.end_ns() / 1e9, 3)
     return (ProcessState.ALIVE if examination is None else examination.activity.state), None
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, Protocol
 
 from scout_core.decision.snapshots import ProcessState, RankSnapshot
@@ -62,8 +62,17 @@ class NodeState:
     heard_s: float
     late: frozenset[int] = frozenset()
     died: frozenset[int] = frozenset()
-    final: dict[int, RankSnapshot] | None = None
+    final: list[RankSnapshot] | None = None
     """What its trainers looked like when they had all ended; None while some have not."""
+    left_s: float = 0.0
+
+    def final_now(self, now_s: float) -> dict[int, RankSnapshot]:
+        """Return the final snapshots, grown older."""
+        grown_s = now_s - self.left_s
+        return {
+            s.rank: s if s.state_age_s is None else replace(s, state_age_s=s.state_age_s + grown_s)
+            for s in self.final or ()
+        }
 
 
 class Hub:
@@ -113,8 +122,8 @@ class Hub:
             elif kind == "snapshots":
                 self._on_snapshots(index, message)
             elif kind == "bye":
-                final = [unpack(packed) for packed in message["snapshots"]]
-                self._nodes[index].final = {snapshot.rank: snapshot for snapshot in final}
+                self._nodes[index].final = [unpack(packed) for packed in message["snapshots"]]
+                self._nodes[index].left_s = now_s
 
     def advance(self, now_s: float) -> None:
         """Do what is due."""
@@ -183,7 +192,7 @@ class Hub:
             round_.snapshots[snapshot.rank] = snapshot
 
     def _conclude(self, round_: Round, now_s: float) -> None:
-        snapshots = self._complete(round_)
+        snapshots = self._complete(round_, now_s)
         if round_.reply_to:
             self._outlet.send(round_.reply_to, self._reporter.status(snapshots))
             return
@@ -197,12 +206,12 @@ class Hub:
             self._due_s = min(self._due_s, now_s + self._recheck_s)
             self._recheck_s = min(RECHECK_MAX_S, 2 * self._recheck_s)
 
-    def _complete(self, round_: Round) -> list[RankSnapshot]:
+    def _complete(self, round_: Round, now_s: float) -> list[RankSnapshot]:
         """Add what is known of the ranks whose node did not answer."""
         found = dict(round_.snapshots)
         silent = []
         for node in self._plan.nodes:
-            found |= self._nodes[node.index].final or {}
+            found |= self._nodes[node.index].final_now(now_s)
             if any(rank not in found for rank in node.ranks):
                 silent.append(node)
         if silent:

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import json
 import os
+import signal
 import time
 from typing import Any, Final
 
@@ -101,7 +102,8 @@ class Member:
         self.changed_s = time.monotonic()
         """When visible progress was last noticed."""
         self.ended_s: float | None = None
-        """When the end of the process was noticed."""
+        """When the process ended: it was last seen alive then, or said so itself."""
+        self._alive_s = time.monotonic()
         self.exit_code: int | None = None
         self.compiles = False
         """Its stack was last seen inside a compiler."""
@@ -147,8 +149,20 @@ class Member:
             self.changed_s = now_s
             self.compiles = False
         if triage.has_ended(self.pidfd):
-            self.ended_s = now_s
             self.exit_code = triage.exit_code(self.pidfd, self.contact.pid)
+            self.ended_s = self._time_of_end(now_s)
+        self._alive_s = now_s
+
+    def _time_of_end(self, now_s: float) -> float:
+        """When it ended, so that whoever dies of this death died later.
+
+        It may have said so itself. Otherwise it is the last time that it was seen alive; not for
+        an abort, by which communication libraries end a process because a peer is gone.
+        """
+        said_ns = self.ring.end_ns()
+        if said_ns:
+            return said_ns / 1e9
+        return now_s if self.exit_code == -signal.SIGABRT else self._alive_s
 
     def silent_s(self, now_s: float) -> float:
         """Return the seconds since visible progress."""
