@@ -19,6 +19,7 @@ from scout_core.cli import (
     output,
     plan,
     postmortem,
+    simulate,
     status,
 )
 from scout_core.errors import ScoutError
@@ -43,6 +44,7 @@ app.command("campaign")(campaign.campaign)
 app.add_typer(catalog.app)
 app.command("plan")(plan.plan)
 app.command("postmortem")(postmortem.postmortem)
+app.command("simulate")(simulate.simulate)
 app.command("status")(status.status)
 
 
