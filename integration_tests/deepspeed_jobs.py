@@ -5,12 +5,9 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-import pathlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
-import integration_tests.deepspeed_server  # noqa: F401, I001 -- before deepspeed: it decides what is compiled
 import deepspeed
 import torch
 import torch.distributed as dist
@@ -19,58 +16,11 @@ from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from torch import nn
 
 from integration_tests import deepspeed_models as models
-from scout_core.decision.incident import Incident
-from scout_core.lab.faults import FaultAt, Magnitude, Target, flip_bit, inject
+from integration_tests.deepspeed_cases import CONFIGS, Layout, Options, Result
+from scout_core.lab.faults import FaultAt, Target, flip_bit, inject
 from scout_core.lab.model import GPT, Block, GPTConfig, Text, loss_of
 
-CONFIGS = pathlib.Path(__file__).parent.parent / "configs" / "deepspeed"
-GPT_CONFIG = GPTConfig(layers=4, width=24, heads=4, context=16, dropout=0.1)
-SCOUT = {"interval_steps": 1, "on_error": "raise", "timing_repeats": 2, "exchange_timeout_s": 60}
-
-
-@dataclass(frozen=True)
-class Layout:
-    """One way to parallelise, and who is compared with whom."""
-
-    config: str
-    """File in configs/deepspeed."""
-    ranks: int
-    kind: str = "plain"
-    """"plain", "pipeline", "moe", "ulysses" or "ulysses_mesh"."""
-    groups: tuple[tuple[int, ...], ...] = ()
-    """Ranks that do the same work on hidden layers; () for one group of all."""
-    overrides: dict[str, Any] = field(default_factory=dict)
-    """Top-level entries of the configuration to replace."""
-
-    def peers_of(self, rank: int) -> tuple[int, ...]:
-        """Return the group of a rank."""
-        return next((g for g in self.groups if rank in g), tuple(range(self.ranks)))
-
-
-@dataclass(frozen=True)
-class Options:
-    """What happens in one run."""
-
-    scout: dict[str, Any] | None = None
-    """Fields of the block; None trains without a block."""
-    steps: int = 4
-    seed: int = 0
-    faults: tuple[FaultAt, ...] = ()
-    run_dir: str = ""
-
-
-@dataclass(frozen=True)
-class Result:
-    """What one rank saw."""
-
-    losses: list[float]
-    parameters: str
-    masters: str
-    incidents: list[Incident]
-    checks: int = 0
-    steps: int = 0
-    not_covered: tuple[str, ...] = ()
-    recipes: tuple[str, ...] = ()
+CONTEXT = 16
 
 
 def config_of(layout: Layout, scout: dict[str, Any] | None, run_dir: str = "") -> dict[str, Any]:
@@ -83,26 +33,27 @@ def config_of(layout: Layout, scout: dict[str, Any] | None, run_dir: str = "") -
     return config
 
 
-def build(layout: Layout, config: dict[str, Any], seed: int) -> Any:
+def build(layout: Layout, config: dict[str, Any], options: Options) -> Any:
     """Build model and engine; a collective call."""
     deepspeed.init_distributed("gloo", verbose=False)
-    torch.manual_seed(seed)
+    torch.manual_seed(options.seed)
+    gpt = GPTConfig(layers=4, width=options.width, heads=4, context=CONTEXT, dropout=0.1)
     mpu = None
     if layout.kind == "pipeline":
-        model: nn.Module = models.pipeline(GPT_CONFIG, 2, layout.ranks // 2)
+        model: nn.Module = models.pipeline(gpt, 2, layout.ranks // 2)
     elif layout.kind == "moe":
-        model = models.moe_gpt(GPT_CONFIG, 2)
+        model = models.moe_gpt(gpt, 2)
     elif layout.kind == "ulysses":
         mpu = parallel_state_sp
         mpu.initialize_sequence_parallel(2)
-        model = models.ulysses_gpt(GPT_CONFIG, mpu.get_sequence_parallel_group())
+        model = models.ulysses_gpt(gpt, mpu.get_sequence_parallel_group())
     elif layout.kind == "ulysses_mesh":
         mesh = dist.init_device_mesh(
             "cpu", (layout.ranks // 2, 2), mesh_dim_names=("data_parallel", "sequence_parallel")
         )
-        model = models.ulysses_gpt(GPT_CONFIG, mesh["sequence_parallel"].get_group())
+        model = models.ulysses_gpt(gpt, mesh["sequence_parallel"].get_group())
     else:
-        model = GPT(GPT_CONFIG)
+        model = GPT(gpt)
     parameters: Any = [p for p in model.parameters() if p.requires_grad]
     if layout.kind == "moe":
         groups = {"params": parameters, "name": "parameters"}
@@ -113,7 +64,7 @@ def build(layout: Layout, config: dict[str, Any], seed: int) -> Any:
 
 def batches(layout: Layout, engine: Any, seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield micro-batches; ranks that share a batch get the same, or their part of it."""
-    text = Text(GPT_CONFIG.context)
+    text = Text(CONTEXT)
     rank = dist.get_rank()
     part, parts, replica = 0, 1, rank
     if layout.kind.startswith("ulysses"):
@@ -144,7 +95,7 @@ def step_once(layout: Layout, engine: Any, data: Iterator[Any]) -> list[float]:
 
 def train(rank: int, layout: Layout, options: Options) -> Result:
     """Train; the faults are injected on their ranks at the start of their steps."""
-    engine = build(layout, config_of(layout, options.scout, options.run_dir), options.seed)
+    engine = build(layout, config_of(layout, options.scout, options.run_dir), options)
     torch.manual_seed(1000 + rank)
     session = getattr(engine, "scout", None)
     data = batches(layout, engine, options.seed)
@@ -152,7 +103,7 @@ def train(rank: int, layout: Layout, options: Options) -> Result:
     for step in range(options.steps):
         for fault in options.faults:
             if fault.rank == rank and fault.step == step:
-                apply(fault, engine)
+                apply(fault, engine, options.inside)
         losses += step_once(layout, engine, data)
     found = (
         {
@@ -169,17 +120,21 @@ def train(rank: int, layout: Layout, options: Options) -> Result:
     return Result(losses, digest(held(engine)), digest(masters(engine)), incidents, **found)
 
 
-def apply(fault: FaultAt, engine: Any) -> None:
-    """Inject one fault on this rank; "shard" flips a bit of this rank's part of a parameter."""
+def apply(fault: FaultAt, engine: Any, inside: str) -> None:
+    """Inject one fault on this rank; "shard" flips a bit of this rank's part of a parameter.
+
+    Args:
+        inside: see `Options`.
+    """
     layers = [module for module in engine.module.modules() if isinstance(module, Block)]
     if fault.kind == "shard":
-        layer = layers[fault.layer]
-        victim = max(layer.parameters(), key=lambda p: p.ds_tensor.numel())
+        victim = max(layers[fault.layer].parameters(), key=lambda p: p.ds_tensor.numel())
         shard = victim.ds_tensor.data.view(-1)
         index = fault.seed % shard.numel()
-        flip_bit(shard[index : index + 1], Magnitude.MID_BIT)
+        flip_bit(shard[index : index + 1], fault.magnitude)
         return
-    inject(fault, Target(list(layers), engine.basic_optimizer))
+    parts = [layer.get_submodule(inside) for layer in layers]
+    inject(fault, Target(parts, engine.basic_optimizer))
 
 
 def held(engine: Any) -> list[torch.Tensor]:

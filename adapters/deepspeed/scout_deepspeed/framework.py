@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from deepspeed.moe.experts import Experts
 from deepspeed.moe.utils import is_moe_param, is_moe_param_group
 from deepspeed.ops.adam import FusedAdam
 from deepspeed.runtime.activation_checkpointing.checkpointing import get_cuda_rng_tracker
@@ -20,7 +21,7 @@ from scout_core.evidence.coherence import MasterPair
 from scout_core.evidence.isolate import Materialised
 from scout_core.evidence.rng import RngState, get_rng, set_rng
 from scout_core.integration.framework import FrameworkBase, Site, StateUnit
-from scout_core.integration.models import Patterns, find_sites
+from scout_core.integration.models import Patterns, find_sites, path_class
 from scout_deepspeed import zero3
 from scout_deepspeed.addresses import gather_places, place_of, topology_of
 from scout_deepspeed.masters import master_pairs
@@ -78,13 +79,17 @@ class DeepSpeed(FrameworkBase):
         return units
 
     def on_step_end(self, hook: Callable[[], None]) -> Undo:
-        """Call the hook after each applied step; a step skipped for overflow updates nothing."""
+        """Call the hook whenever `global_steps` has grown.
+
+        That includes steps that DeepSpeed skipped for overflow: they had a forward and backward
+        pass, and a fault that makes every gradient NaN must not stop the checks with the updates.
+        """
         engine = self._engine
 
         def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             before = engine.global_steps
             result = original(*args, **kwargs)
-            if engine.global_steps != before and engine.was_step_applied():
+            if engine.global_steps != before:
                 hook()
             return result
 
@@ -130,14 +135,16 @@ def _sites(engine: Any, patterns: Patterns) -> tuple[list[Site], list[str]]:
             if site.module in by_function
         ]
         sites = [site for site in sites if site.module not in by_function]
-    return [_with_layout(site) for site in sites], missing
+    return [each for site in sites for each in _with_experts(site)], missing
 
 
-def _with_layout(site: Site) -> Site:
-    """A layer that holds experts is comparable among ranks that hold the same ones only."""
-    if any(is_moe_param(parameter) for parameter in site.module.parameters()):
-        return replace(site, layout="expert")
-    return site
+def _with_experts(site: Site) -> Iterator[Site]:
+    """Yield a layer, and each group of experts inside of it as a site among expert replicas."""
+    experts = {n: m for n, m in site.module.named_modules() if isinstance(m, Experts)}
+    yield replace(site, apart=tuple(f"{name}." for name in experts))
+    for name, module in experts.items():
+        kind = path_class(module, "expert", zero3.whole_shape)
+        yield Site(f"{site.name}.{name}", module, "expert", kind, "expert")
 
 
 def _stage_patterns(module: Any, patterns: Patterns) -> Patterns:
