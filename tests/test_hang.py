@@ -537,6 +537,12 @@ def test_a_rank_whose_ring_lost_operations_is_not_proved_absent() -> None:
     assert (diagnosis.culprits, diagnosis.kind) == ((), HangKind.EVIDENCE_MISSING)
 
 
+def test_a_ring_that_wrapped_but_kept_its_counts_still_proves_absence() -> None:
+    late = idle(1, range(4), truncated=True)
+    assert diagnose(all_but(late, 4)).culprits == (1,)
+    assert diagnose(all_but(replace(late, complete=()), 4)).culprits == ()
+
+
 def test_unknown_counts_are_neither_arrival_nor_absence() -> None:
     unknown = RankSnapshot(0, groups=(GroupState("world", (0, 1, 2), None),))
     diagnosis = diagnose([unknown, *(waiting(r, range(3)) for r in (1, 2))])

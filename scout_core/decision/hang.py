@@ -175,7 +175,8 @@ class _Case:
 
     def _lost_its_waits(self, rank: int) -> bool:
         """It may wait like the others, in an operation that was overwritten."""
-        return self.seen[rank].truncated and not self._stands_elsewhere(rank)
+        s = self.seen[rank]
+        return s.truncated and not s.complete and not self._stands_elsewhere(rank)
 
     def _may_wait_unseen(self, rank: int) -> bool:
         return self.seen[rank].unseen_p2p and not self._stands_elsewhere(rank)
