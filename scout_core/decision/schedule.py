@@ -59,6 +59,10 @@ class Role(enum.IntEnum):
     EMPTY = 9  # a tile without any step, which stores zeros: an idle slice, an expert without rows
 
 
+PATHS = {phase: tuple(f"{phase.value}/{role.name.lower()}" for role in Role) for phase in Phase}
+"""Names of the execution paths of each phase, in the order of `Role`."""
+
+
 class Tile(NamedTuple):
     """Elements that one program works on at a time."""
 
@@ -91,7 +95,7 @@ class Launch:
     persistent: bool
     num_sms: int
 
-    @property
+    @cached_property
     def tiles(self) -> _Ints:
         """(experts,) tiles of each expert, slices included."""
         blocks = _blocks(self.rows, self.tile.rows) * _blocks(self.columns, self.tile.columns)
@@ -252,11 +256,9 @@ class GroupedGemm:
             if per_program:
                 table = launch.program_counts()
                 for program, role in zip(*np.nonzero(table), strict=True):
-                    path = f"{launch.phase.value}/{Role(role).name.lower()}@{program}"
-                    counts[path] = int(table[program, role])
+                    counts[f"{PATHS[launch.phase][role]}@{program}"] = int(table[program, role])
             else:
-                for role, times in zip(Role, launch.counts().tolist(), strict=True):
-                    counts[f"{launch.phase.value}/{role.name.lower()}"] = times
+                counts.update(zip(PATHS[launch.phase], launch.counts().tolist(), strict=True))
         return Observation(shape, "; ".join(each.fingerprint for each in launches), counts)
 
     def _launch(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from scout_core.decision.catalog import Observation, Shape
-from scout_core.decision.schedule import GroupedGemm, Launch, Phase, Role
+from scout_core.decision.schedule import PATHS, GroupedGemm, Launch, Phase, Role
 from scout_core.errors import ScoutError
 
 
@@ -55,11 +55,9 @@ class TritonProfiler:
         operands = random_operands(self._gemm, shape, seed=0)
         moved = Operands(*(tensor.to(self._device) for tensor in operands))
         counters = project(self._gemm, shape, moved).counters
-        counts = {
-            f"{phase.value}/{role.name.lower()}": times
-            for phase, table in counters.items()
-            for role, times in zip(Role, table.sum(dim=0).tolist(), strict=True)
-        }
+        counts: dict[str, int] = {}
+        for phase, table in counters.items():
+            counts.update(zip(PATHS[phase], table.sum(dim=0).tolist(), strict=True))
         launches = self._gemm.launches(shape)
         return Observation(shape, "; ".join(each.fingerprint for each in launches), counts)
 
