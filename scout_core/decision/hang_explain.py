@@ -117,9 +117,8 @@ class Explainer:
             return "", ""
         place = waits[0].place
         first = min(waits, key=lambda wait: (wait.sequence, wait.rank))
-        named = next(
-            (w.operation for w in waits if w.sequence == first.sequence and w.operation), None
-        )
+        known = [w.operation for w in waits if w.sequence == first.sequence and w.operation]
+        named = max(known, key=lambda op: (bool(op.call_site), bool(op.arguments)), default=None)
         what = f"{describe(named)} #{first.sequence} of {place.title}"
         if isinstance(place, PairView):
             return f"has not met the {what}, in which rank {first.rank} waits", what
@@ -283,7 +282,8 @@ def _site(operation: Operation | None) -> str:
 
 def _last_entered(snapshot: RankSnapshot) -> str:
     """Where a rank was seen last, when its stack is not known."""
-    known = [op for s in (*snapshot.groups, *snapshot.channels) for op in s.operations]
+    known = [op for state in snapshot.groups for op in state.operations]
+    known += [op for channel in snapshot.channels for op in channel.operations]
     dated = [op for op in known if op.call_site and op.age_s is not None]
     if snapshot.where or not dated:
         return ""
