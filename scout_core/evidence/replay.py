@@ -27,6 +27,7 @@ from scout_core.evidence.stand_in import stand_in
 from scout_core.evidence.trace import Tracer
 
 Whole = Callable[[nn.Module], contextlib.AbstractContextManager[Materialised]]
+GradientOf = Callable[[nn.Parameter, torch.Tensor | None], torch.Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ class Device:
     set_rng: Callable[[RngState], None]
     clock: Clock
     device: torch.device
+    gradient_of: GradientOf = lambda leaf, gradient: gradient
 
 
 def replay(
@@ -161,7 +163,9 @@ def _timed(call: _Call, modes: Modes, device: Device) -> Timing:
         torch.enable_grad(),
         torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False),
     ):
-        return device.clock.measure(call.run)
+        timing = device.clock.measure(call.run)
+    call.collect(device.gradient_of)
+    return timing
 
 
 class _Call:
@@ -194,6 +198,12 @@ class _Call:
             self._grads = list(torch.autograd.grad(roots, wanted, seeds, allow_unused=True))
         else:
             self._grads = [None] * len(wanted)
+
+    def collect(self, gradient_of: GradientOf) -> None:
+        """Take the leaves' gradients from where fused kernels have put them."""
+        split = len(self._inputs)
+        pairs = zip(self._leaves.values(), self._grads[split:], strict=True)
+        self._grads[split:] = [gradient_of(leaf, gradient) for leaf, gradient in pairs]
 
     def signatures(self, shared: Mapping[str, nn.Parameter]) -> dict[str, Signature]:
         """Sign the results; of parameter gradients only those of `shared`."""

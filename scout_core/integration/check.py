@@ -110,12 +110,19 @@ class Check:
         groups: WorkGroups,
         confirm_repeats: int,
         audit: Audit | None,
+        settle: Callable[[], None] = lambda: None,
     ) -> None:
-        """Prepare a check; None for `audit` leaves state at rest out."""
+        """Prepare a check.
+
+        Args:
+            audit: None leaves state at rest out.
+            settle: see `Framework.settle`.
+        """
         self._exchange = exchange
         self._groups = groups
         self._confirm_repeats = confirm_repeats
         self._audit = audit
+        self._settle_updates = settle
 
     def run(
         self, turn: Turn, step: int, subject: Subject, known: Qualification, broken: str = ""
@@ -131,6 +138,7 @@ class Check:
         result = Result(turn, step, votes[self._exchange.rank].site, ballot)
         if any(self._everywhere(not ballot.enter)):
             return result
+        self._settle_updates()
         source = vote.source_of(self._groups.mine, turn.round)
         of_source = votes[source]
         reports = self._once(subject, source, of_source)

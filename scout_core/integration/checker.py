@@ -143,7 +143,8 @@ class Checker:
         groups = self._groups[layout]
         units = self._framework.state_units
         audit = Audit(units, self._watch, self._rest, layout, step) if audits else None
-        check = Check(self._exchange, groups, self._config.confirm_repeats, audit)
+        repeats, settle = self._config.confirm_repeats, self._framework.settle
+        check = Check(self._exchange, groups, repeats, audit, settle)
         result = check.run(turn, step, subject, self._known, self.broken)
         subject.close()
         if audits and result.entered:

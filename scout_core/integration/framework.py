@@ -108,6 +108,21 @@ class Framework(Protocol):
     def make_leaf(self, live: nn.Parameter, whole: torch.Tensor) -> nn.Parameter:
         """Make the leaf that replay computes with in place of a live parameter."""
 
+    def gradient_of(
+        self, leaf: nn.Parameter, gradient: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """Return a leaf's gradient after one backward pass, wherever fused kernels have put it.
+
+        Args:
+            gradient: what autograd returned; it may be a stand-in without a meaning.
+        """
+
+    def settle(self) -> None:
+        """Finish parameter updates that were put off until the next step needs them.
+
+        Collective; called on all ranks of the job together, after the vote of a check.
+        """
+
     def get_rng(self) -> RngState:
         """Copy the state of all random generators that modules draw from."""
 
@@ -144,6 +159,14 @@ class FrameworkBase(abc.ABC):
 
     def make_leaf(self, live: nn.Parameter, whole: torch.Tensor) -> nn.Parameter:
         return plain_leaf(live, whole)
+
+    def gradient_of(
+        self, leaf: nn.Parameter, gradient: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        return gradient
+
+    def settle(self) -> None:
+        return None
 
     def get_rng(self) -> RngState:
         return get_rng(self.device)

@@ -68,6 +68,7 @@ class ModuleSubject:
             framework.set_rng,
             clock,
             framework.device,
+            framework.gradient_of,
         )
         self._recorder = Recorder(site.module, self._take)
         self._inputs: Inputs | None = None
