@@ -150,8 +150,17 @@ def test_a_save_told_late_counts_from_its_own_step(late: int) -> None:
     assert gate.verified == (2, None)
     for step in range(5, 7 + late):
         gate.on_check(step, step % 2, "clean")
-    label = gate.on_save(6)
-    assert label is (Label.CANDIDATE if late < 2 else Label.VERIFIED)
+    assert gate.on_save(6) is (Label.CANDIDATE if late < 2 else Label.VERIFIED)
+
+
+def test_a_save_told_late_takes_no_place_that_was_taken_at_its_step() -> None:
+    gate = CheckpointGate(2)
+    run(gate, "cc")
+    for step in (3, 4):
+        gate.on_check(step, step % 2, "clean")
+    assert gate.verified == (2, None)
+    assert gate.on_save(3) is Label.UNPROVEN
+    assert gate.on_save(4) is Label.CANDIDATE
 
 
 @pytest.mark.parametrize(("doubt", "restored"), [("i", "latest"), ("h", "latest")])

@@ -66,6 +66,7 @@ class CheckpointGate:
         self._last_save = -1
         self._after_proof: int | None = None  # oldest save that nothing proves
         self._after_candidate: int | None = None
+        self._free_since = -1  # step of the check that proved the candidate before
         self._set_world(catalog_size, uncovered)
 
     @property
@@ -280,6 +281,7 @@ class CheckpointGate:
 
     def _start_again(self) -> None:
         self._clean = {}
+        self._free_since = -1
         self.candidate = None
         self._after_candidate = None
 
@@ -312,7 +314,8 @@ class CheckpointGate:
         """Make it the candidate if a complete clean cycle ends no later than its step."""
         if self.candidate is not None or not self._is_cycle_complete:
             return
-        if max(span.first for span in self._clean.values()) <= saved.step:
+        cycle_end = max(span.first for span in self._clean.values())
+        if max(cycle_end, self._free_since) <= saved.step:
             self.candidate = saved
             self._after_candidate = None
 
@@ -327,6 +330,7 @@ class CheckpointGate:
         else:
             self.verified = self.candidate
         self._after_proof = self._after_candidate
+        self._free_since = self._last_check
         self.candidate = None
 
     def _refusal(self, step: int) -> Label | None:
@@ -380,4 +384,4 @@ class CheckpointGate:
 
 
 _SLOTS = ("latest", "candidate", "verified", "uncertified")
-_STEPS = ("last_check", "last_save", "after_proof", "after_candidate")
+_STEPS = ("last_check", "last_save", "after_proof", "after_candidate", "free_since")

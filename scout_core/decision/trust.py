@@ -94,7 +94,7 @@ class Record:
         kept = tuple(entry for entry in self.checkpoints if entry.path != new.path)
         return replace(self, checkpoints=(*kept, new))
 
-    def changed(self, path: str, **fields: Any) -> Record:
+    def changed(self, path: str, /, **fields: Any) -> Record:
         """Change fields of one checkpoint."""
         return replace(
             self,

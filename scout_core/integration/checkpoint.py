@@ -86,8 +86,9 @@ class GatedCheckpoint:
         self.service.add_pending(step, str(folder), lambda: told)
         ended = self.service.settle()
         failed = ended[-1].error if ended else told
+        self._clear_failed(ended)
         if failed and self._is_in_memory(str(folder)):
-            self._leave_memory(folder, failed)
+            self._leave_memory(failed)
             return self.save(step, state_dict)
         if failed:
             raise error or RuntimeError(f"the save of step {step} failed: {failed}")
@@ -133,6 +134,7 @@ class GatedCheckpoint:
             outcome(self._save_timeout_s)
         ended = self.service.settle()
         self._running = []
+        self._clear_failed(ended)
         if self.service.pending and not self.service.broken:
             raise RuntimeError(f"{self.service.pending[0].path} was not complete in time")
         self._purge()
@@ -278,9 +280,13 @@ class GatedCheckpoint:
     def _is_in_memory(self, path: str) -> bool:
         return self._memory is not None and pathlib.Path(path).is_relative_to(self._memory)
 
-    def _leave_memory(self, folder: pathlib.Path, why: str) -> None:
+    def _leave_memory(self, why: str) -> None:
         """Write to disk from now on: the memory is full, or cannot be written."""
         self._emit("memory_checkpoints_off", why=why)
         self._memory = None
-        if self.service.rank == 0:
-            shutil.rmtree(partial(folder), ignore_errors=True)
+
+    def _clear_failed(self, ended: Iterable[Ended]) -> None:
+        for save in ended:
+            if save.error and self.service.rank == 0:
+                left = partial(self.service.folder / save.path)
+                shutil.rmtree(left, ignore_errors=True)  # the next start clears what stays
