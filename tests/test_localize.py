@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks import scale
 from scout_core.decision.localize import Diagnosis, Finding, Observation, localize
 from scout_core.decision.topology import Topology
 from scout_core.errors import ScoutError
@@ -313,3 +314,9 @@ def test_real_resource_names_come_from_the_callers_map() -> None:
 def test_a_bad_observation_is_refused(observation: tuple[object, ...], message: str) -> None:
     with pytest.raises(ScoutError, match=message):
         localize(PAPER, [observation])  # type: ignore[list-item]
+
+
+def test_two_faults_among_16384_ranks_are_both_named_from_their_timings() -> None:
+    job = scale.Job()
+    outcome = scale.run(job, seed=20)
+    assert (len(job.groups), outcome.right, outcome.false) == (8448, True, 0)

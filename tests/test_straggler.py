@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scout_core.decision.consensus import Status, Verdict
-from scout_core.decision.straggler import WINDOW, StragglerRule, log_ratio_to_others
+from scout_core.decision.noise import WINDOW
+from scout_core.decision.straggler import StragglerRule, log_ratio_to_others
 from scout_core.errors import ScoutError
 
 seconds = st.floats(1e-3, 1e3)

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from scout_core.decision.consensus import Status
-from scout_core.decision.straggler import WINDOW, StragglerRule
+from scout_core.decision.noise import WINDOW
+from scout_core.decision.straggler import StragglerRule
 from scout_core.decision.topology import MIN_PEERS
 from scout_core.decision.work import Array, Parts, Work, median
 

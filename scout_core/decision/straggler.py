@@ -5,15 +5,6 @@ such a scale is often tiny by chance: it flags healthy groups in about half of a
 departs from it in five places: the scale is pooled over the clean checks of the same recipe, a rank
 is compared with the median of the OTHERS, only slow ranks count, the last three checks must agree,
 and differences below a relative and an absolute floor are nobody's fault.
-
-# Note [Scale]
-The scale is the median absolute deviation of z over the last 64 clean checks, each rank about its
-own median: a rank that is slow all the time has an offset, not a scatter, and cannot hide in the
-scale, not even when it was slow from the first check on. Until there is history, a prior of 3 %
-stands in. A check that looks suspicious waits: it joins the history when it has left the window of
-three and nobody was blamed meanwhile, so that a straggler never counts as noise but ranks that
-became noisy do. Noise that doubles is believed before it fills the history (`_noise`,
-`_window_scale`), and noise that lasts over several checks is not averaged away (`_persistence`).
 """
 
 from __future__ import annotations
@@ -24,64 +15,36 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from scout_core.decision.consensus import Status, Verdict
 from scout_core.decision.evidence import is_healthy_duration
+from scout_core.decision.noise import (
+    HISTORY,
+    WINDOW,
+    Array,
+    Check,
+    Noise,
+    matrix_of,
+    medians_of,
+    noise_of,
+    window_scale,
+)
 from scout_core.errors import ScoutError
 
-WINDOW = 3  # checks whose winsorised mean is judged; each must show half of the threshold
-HISTORY = 64  # clean checks whose scatter is the scale
-PRIOR_SCALE = 0.03  # of log time; stands in until there is history
-PRIOR_CHECKS = 3  # weight of the prior
-NORMAL = 1.4826  # median absolute deviation -> standard deviation of a normal
-RECENT = 12  # clean checks that show whether the ranks became noisier
-NOISIER = 2.0  # times the usual scale: beyond this the new one is believed
-PERSISTENCE_CHECKS = 16  # history needed to see that noise lasts
-LASTING = 1.5  # persistence up to here is within what independent checks show by chance
+SMALL, LARGE = 3, 64  # peers up to and from which the threshold is raised
 FAST = 1.25  # a minority that is this much faster than the median did other work
 SHORTEST_S = 1e-9  # a duration of 0 counts as one nanosecond
 STATE_SCHEMA = "scout.straggler/1"
-
-Array = npt.NDArray[Any]
-
-
-@dataclass
-class _Check:
-    """One check of a recipe: z of each finite rank. `ranks` and `z` have the same order."""
-
-    ranks: tuple[int, ...]
-    z: Array
-    pooled: bool = False
-    """It is part of the history."""
-    blamed: bool = False
-    """Somebody was blamed while it was in the window: it never becomes part of the history."""
 
 
 @dataclass
 class _Recipe:
     """What the rule remembers of one recipe, oldest first."""
 
-    window: list[_Check] = field(default_factory=list)
-    history: list[_Check] = field(default_factory=list)
+    window: list[Check] = field(default_factory=list)
+    history: list[Check] = field(default_factory=list)
     suspects: frozenset[int] = frozenset()
     """Slow in the last check, not yet confirmed."""
-
-
-@dataclass(frozen=True)
-class _Noise:
-    """How much z of a healthy rank scatters."""
-
-    scale: float
-    persistence: float
-    """1 for independent checks, sqrt(WINDOW) for noise that lasts longer than the window."""
-    offsets: Array
-    """(N,) median z of each rank."""
-
-    @property
-    def of_mean(self) -> float:
-        """Scale of the mean over a window."""
-        return self.scale * min(self.persistence, math.sqrt(WINDOW)) / math.sqrt(WINDOW)
 
 
 class StragglerRule:
@@ -102,7 +65,9 @@ class StragglerRule:
         """Set the sensitivity.
 
         Args:
-            kappa: > 0, threshold in scales; one more is used in a group of 3.
+            kappa: > 0, threshold in scales; one more is used in a group of 3, where the median
+                of the others is the mean of two, and half a one more per doubling beyond 64
+                peers, where a rare freak is no longer rare.
             relative_floor: a rank less than this fraction slower than the others is not slow.
             absolute_floor_s: nor is one that loses less than this many seconds.
 
@@ -169,7 +134,7 @@ class StragglerRule:
         if not window:
             return {}
         ranks = window[-1].ranks
-        recent = _medians(_matrix(window, ranks))
+        recent = medians_of(matrix_of(window, ranks))
         return {rank: float(np.exp(z)) for rank, z in zip(ranks, recent, strict=True)}
 
     def suspects(self, recipe: str) -> frozenset[int]:
@@ -210,12 +175,12 @@ class StragglerRule:
         return rule
 
     def _judge(self, memory: _Recipe, ranks: tuple[int, ...], times: Array) -> Verdict:
-        check = _Check(ranks, np.round(log_ratio_to_others(times), 6))
+        check = Check(ranks, np.round(log_ratio_to_others(times), 6))
         _advance(memory, check)
-        noise = _noise(memory.history, ranks)
-        window = _matrix(memory.window, ranks)
+        noise = noise_of(memory.history, ranks)
+        window = matrix_of(memory.window, ranks)
         losing = times - np.exp(np.log(times) - check.z) > self.absolute_floor_s
-        kappa = self.kappa + (len(ranks) <= 3)
+        kappa = self.kappa + _caution(len(ranks))
         slow = self._persistent(window, noise, kappa) & losing
         single = max(kappa * noise.scale, math.log1p(self.relative_floor))
         suspects = (check.z > single) & losing & ~slow
@@ -233,14 +198,21 @@ class StragglerRule:
             return _inconclusive(_too_fast(check, fast))
         return Verdict(Status.AGREE)
 
-    def _persistent(self, window: Array, noise: _Noise, kappa: float) -> Array:
+    def _persistent(self, window: Array, noise: Noise, kappa: float) -> Array:
         """(N,) True where the winsorised mean of the (checks, N) window is above the threshold."""
         threshold = max(kappa * noise.of_mean, math.log1p(self.relative_floor))
         slow = _above(window, threshold)
         if slow.any():
-            scatter = _window_scale((window - noise.offsets)[:, ~slow], noise.scale)
+            scatter = window_scale((window - noise.offsets)[:, ~slow], noise.scale)
             slow = _above(window, max(kappa * scatter / math.sqrt(WINDOW), threshold))
         return slow
+
+
+def _caution(peers: int) -> float:
+    """Scales by which the threshold is raised for very small and very large groups."""
+    if peers <= SMALL:
+        return 1.0
+    return 0.5 * math.log2(peers / LARGE) if peers > LARGE else 0.0
 
 
 def log_ratio_to_others(times: Array) -> Array:
@@ -264,85 +236,21 @@ def _above(window: Array, threshold: float) -> Array:
     return (mean > threshold) & (window > threshold / 2).all(axis=0)
 
 
-def _noise(history: Sequence[_Check], ranks: tuple[int, ...]) -> _Noise:
-    """Note [Scale]."""
-    z = _matrix(history, ranks)
-    offsets = _medians(z)
-    z = z[~np.isnan(z).all(axis=1)] - offsets
-    checks = len(z)
-    if checks < 2:
-        return _Noise(PRIOR_SCALE, 1.0, offsets)
-    correction = NORMAL * math.sqrt(checks / (checks - 1))
-    measured, recent = (
-        correction * float(np.median(np.abs(part[~np.isnan(part)]))) for part in (z, z[-RECENT:])
-    )
-    measured = recent if recent > NOISIER * measured else measured
-    prior = PRIOR_CHECKS * PRIOR_SCALE**2
-    scale = math.sqrt((prior + (checks - 1) * measured**2) / (PRIOR_CHECKS + checks - 1))
-    return _Noise(scale, _persistence(z, measured), offsets)
-
-
-def _persistence(centred: Array, scale: float) -> float:
-    """How much more the mean of a window scatters than independent checks would; >= 1."""
-    if len(centred) < PERSISTENCE_CHECKS or scale == 0:
-        return 1.0
-    means = np.lib.stride_tricks.sliding_window_view(centred, WINDOW, axis=0).mean(axis=-1)
-    means = means[~np.isnan(means)]
-    if not len(means):
-        return 1.0
-    persistence = NORMAL * float(np.median(np.abs(means))) * math.sqrt(WINDOW) / scale
-    return persistence if persistence > LASTING else 1.0
-
-
-def _window_scale(healthy: Array, usual: float) -> float:
-    """Scatter that the (checks, ranks) z of presumably healthy ranks show in the window itself.
-
-    Few values are a poor estimate, so up to twice the usual scale its lower bound counts.
-    """
-    healthy = healthy[:, ~np.isnan(healthy).any(axis=0)]
-    freedom = healthy.shape[0] * (healthy.shape[1] - 1)
-    if freedom < 1:
-        return 0.0
-    scale = math.sqrt(healthy.var(axis=1, ddof=1).mean())
-    return scale if scale > NOISIER * usual else scale / (1 + 2 / math.sqrt(2 * freedom))
-
-
-def _advance(memory: _Recipe, check: _Check) -> None:
+def _advance(memory: _Recipe, check: Check) -> None:
     memory.window.append(check)
     for leaving in memory.window[:-WINDOW]:
         _admit(memory, leaving)
     del memory.window[:-WINDOW]
 
 
-def _admit(memory: _Recipe, check: _Check) -> None:
+def _admit(memory: _Recipe, check: Check) -> None:
     if not check.pooled and not check.blamed:
         check.pooled = True
         memory.history.append(check)
         del memory.history[:-HISTORY]
 
 
-def _matrix(checks: Sequence[_Check], ranks: tuple[int, ...]) -> Array:
-    """(checks, N) z of these ranks; NaN where a rank was not timed."""
-    if checks and all(check.ranks == ranks for check in checks):
-        return np.array([check.z for check in checks])
-    column = {rank: i for i, rank in enumerate(ranks)}
-    matrix = np.full((len(checks), len(ranks)), np.nan)
-    for row, check in zip(matrix, checks, strict=True):
-        known = [i for i, rank in enumerate(check.ranks) if rank in column]
-        row[[column[check.ranks[i]] for i in known]] = check.z[known]
-    return matrix
-
-
-def _medians(matrix: Array) -> Array:
-    """(N,) median of the values that each column has; 0 where it has none."""
-    if len(matrix) and not np.isnan(matrix).any():
-        medians: Array = np.median(matrix, axis=0)
-        return medians
-    columns = (column[~np.isnan(column)] for column in matrix.T)
-    return np.array([np.median(values) if len(values) else 0.0 for values in columns])
-
-
-def _separated(check: _Check, times: Array, slow: Array, margin: float) -> Verdict:
+def _separated(check: Check, times: Array, slow: Array, margin: float) -> Verdict:
     """Blame the slow ranks when a strict majority of the group is clearly faster than them."""
     size = len(times)
     majority = float(np.sort(times)[size // 2])
@@ -357,11 +265,11 @@ def _strict_minority(outliers: frozenset[int], size: int) -> Verdict:
     return Verdict(Status.ATTRIBUTED, outliers)
 
 
-def _ranks(check: _Check, chosen: Array) -> frozenset[int]:
+def _ranks(check: Check, chosen: Array) -> frozenset[int]:
     return frozenset(check.ranks[i] for i in np.flatnonzero(chosen))
 
 
-def _unconfirmed(check: _Check, suspects: Array) -> str:
+def _unconfirmed(check: Check, suspects: Array) -> str:
     names = ", ".join(
         f"rank {check.ranks[i]} ({np.exp(check.z[i]):.2f} times the others)"
         for i in np.flatnonzero(suspects)
@@ -369,7 +277,7 @@ def _unconfirmed(check: _Check, suspects: Array) -> str:
     return f"slow in this check, not yet confirmed by three in a row: {names}"
 
 
-def _too_fast(check: _Check, fast: Array) -> str:
+def _too_fast(check: Check, fast: Array) -> str:
     names = ", ".join(str(check.ranks[i]) for i in np.flatnonzero(fast))
     return f"ranks {names} are much faster: they did other work, or the majority is slow"
 
@@ -378,15 +286,15 @@ def _inconclusive(reason: str) -> Verdict:
     return Verdict(Status.INCONCLUSIVE, reason=reason)
 
 
-def _plain(checks: Sequence[_Check]) -> list[list[Any]]:
+def _plain(checks: Sequence[Check]) -> list[list[Any]]:
     return [[list(c.ranks), c.z.tolist(), c.pooled, c.blamed] for c in checks]
 
 
-def _checks(plain: Sequence[Sequence[Any]]) -> list[_Check]:
+def _checks(plain: Sequence[Sequence[Any]]) -> list[Check]:
     checks = []
     for ranks, z, pooled, blamed in plain:
         values = np.array(z, dtype=np.float64)
         if values.shape != (len(ranks),) or not np.isfinite(values).all():
             raise ValueError(f"{len(ranks)} ranks with {values.size} values")
-        checks.append(_Check(tuple(int(r) for r in ranks), values, bool(pooled), bool(blamed)))
+        checks.append(Check(tuple(int(r) for r in ranks), values, bool(pooled), bool(blamed)))
     return checks

@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from scout_core.decision.consensus import Status, Verdict, statistical
-from scout_core.decision.straggler import HISTORY, StragglerRule
+from scout_core.decision.noise import HISTORY
+from scout_core.decision.straggler import StragglerRule
 from scout_core.errors import ScoutError
 
 NoiseKind = Literal["gauss", "heavy", "hiccup", "wander"]
