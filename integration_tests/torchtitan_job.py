@@ -11,6 +11,14 @@ from scout_core.lab.faults import FaultAt
 
 
 @dataclass(frozen=True)
+class Break:
+    """A fault in a layer or in a submodule of it; layers are counted on the faulty rank."""
+
+    fault: FaultAt
+    part: str = ""
+
+
+@dataclass(frozen=True)
 class Job:
     """Ranks of one machine that run torchtitan's own `main` with these arguments."""
 
@@ -18,7 +26,7 @@ class Job:
     argv: tuple[str, ...]
     folder: str
     """Logs and results of the ranks go here."""
-    faults: tuple[FaultAt, ...] = ()
+    breaks: tuple[Break, ...] = ()
     timeout_s: float = 90.0
     stop_when: str = ""
     """The job is ended when this file holds something: a job that hangs does not end by itself."""
@@ -43,7 +51,7 @@ class RankResult:
     loaded: list[str] = field(default_factory=list)
     """SCOUT's modules that this process imported."""
     hooks: int = 0
-    """Module hooks before the first step that were not there without SCOUT's hand-over."""
+    """Hooks on modules and optimizers after training."""
 
 
 @dataclass(frozen=True)

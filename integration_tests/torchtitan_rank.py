@@ -5,15 +5,16 @@ from __future__ import annotations
 import pickle
 import sys
 import types
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torchtitan.train
 from torchtitan.config import ConfigManager
 
-from integration_tests.torchtitan_job import Job, RankResult, result_path
+from integration_tests.torchtitan_job import Break, Job, RankResult, result_path
 from scout_core.evidence.folding import signature_of
-from scout_core.lab.faults import Target, inject
+from scout_core.lab.injection import Target, inject
 
 
 def train(job: Job, rank: int) -> None:
@@ -39,9 +40,9 @@ def _watched(job: Job, rank: int, result: RankResult) -> type[Any]:
             _record_metrics(self.metrics_processor, result)
 
         def train_step(self, data_iterator: Any) -> None:
-            for fault in job.faults:
-                if fault.rank == rank and fault.step == self.step - 1:
-                    inject(fault, _target(self))
+            for each in job.breaks:
+                if each.fault.rank == rank and each.fault.step == self.step - 1:
+                    _break(self, each)
             super().train_step(data_iterator)
 
         def close(self) -> None:
@@ -65,13 +66,14 @@ def _record_metrics(processor: Any, result: RankResult) -> None:
     processor.log, processor.logger.log = logged, written
 
 
-def _target(trainer: Any) -> Target:
-    """What faults act on; without SCOUT there is nothing but layers and optimizer."""
+def _break(trainer: Any, what: Break) -> None:
     layers = [layer for part in trainer.model_parts for layer in part.layers.values()]
-    session = getattr(trainer, "scout", None)
-    framework = getattr(session, "_framework", None)
-    exchange = getattr(session, "_exchange", None)
-    return Target(layers, trainer.optimizers.optimizers[0], framework, exchange)
+    optimizer = trainer.optimizers.optimizers[0]
+    if what.part:
+        inside = layers[what.fault.layer].get_submodule(what.part)
+        inject(replace(what.fault, layer=0), Target([inside], optimizer))
+    else:
+        inject(what.fault, Target(layers, optimizer))
 
 
 def _take_home(trainer: Any, result: RankResult) -> None:
@@ -81,7 +83,8 @@ def _take_home(trainer: Any, result: RankResult) -> None:
         for name, parameter in model.named_parameters()
     }
     result.parameters = f"{signature_of(parameters).value:016x}"
-    result.loaded = sorted(name for name in sys.modules if name.startswith("scout_torchtitan"))
+    result.loaded = sorted(name for name in sys.modules if name.startswith("scout_"))
+    result.hooks = _hook_count(trainer)
     session = getattr(trainer, "scout", None)
     if session is None:
         return
@@ -92,3 +95,15 @@ def _take_home(trainer: Any, result: RankResult) -> None:
     result.incidents = session.incidents()
     result.checks = session.check_count
     result.armed = session.armed
+
+
+def _hook_count(trainer: Any) -> int:
+    """Count the hooks that modules and optimizers hold."""
+    holders = [module for part in trainer.model_parts for module in part.modules()]
+    holders += [trainer.optimizers, *trainer.optimizers]
+    return sum(
+        len(table)
+        for holder in holders
+        for name, table in vars(holder).items()
+        if "hook" in name and isinstance(table, dict)
+    )
