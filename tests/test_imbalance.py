@@ -214,6 +214,14 @@ def test_pauses_on_changing_ranks_are_nobodys_fault(seed: int, measured: bool) -
         assert found.evidence["share_in_forward"] == 1.0
 
 
+def test_measured_pauses_explain_one_duration_per_rank_and_step() -> None:
+    work, noise = job(24, replicas=8, stages=1, batches=1)
+    paused = np.where(noise.random((16, 8)) < 0.3, 0.2, 0.0)
+    seconds = work.seconds.sum(axis=2, keepdims=True) + paused[:, :, None, None]
+    single = Work(work.workers, work.steps, ("compute",), seconds, pauses_s=paused)
+    assert causes(single) == [(Cause.PAUSES, ())]
+
+
 def test_waiting_for_data_is_nobodys_fault() -> None:
     work, noise = job(17)
     waits = np.where(noise.random(work.seconds.shape[:2]) < 0.2, 0.2, 0.0)

@@ -14,7 +14,7 @@ from scout_core.lab.simulate import NOISES, Figures, Noise, NoiseKind, RuleName,
 
 
 def figures(rule: RuleName, peers: int, kind: NoiseKind, scatter: float, **sizes: int) -> Figures:
-    sizes = {"checks": 1500, "trials": 20, **sizes}
+    sizes = {"checks": 600, "trials": 12, **sizes}
     return measure(rule, peers, Noise(kind, scatter), slowdowns=(0.1, 0.2), seed=1, **sizes)
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from scout_core.decision.incident import Incident
 from scout_core.errors import ScoutError
-from scout_core.lab.timings import diagnose, diagnose_timings, heat, read_timings
+from scout_core.lab.timings import diagnose, diagnose_timings, read_timings, render
 from scout_core.lab.traces import TracePlan, simulate_trace, write_trace
 from scout_core.report.heatmap import Heat, to_png, to_text
 
@@ -189,11 +189,12 @@ def test_an_empty_trace_is_refused() -> None:
 def test_the_map_shows_who_was_slow(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "trace.csv"
     write_trace(simulate_trace(TracePlan(slow_workers={(1, 2): 1.7}, slow_from=12)), path)
-    lines = to_text(heat(read_timings(path))).splitlines()
+    lines = render(path, tmp_path / "map.png").splitlines()
     (slow,) = [line for line in lines if line.startswith("rank 9 ")]
     assert slow == f"rank 9 (d1 p2)  |{'.' * 12}{'#' * 12}|"
     assert sum("#" in line for line in lines[1:-1]) == 1
     assert lines[0].endswith("steps 10 to 79")
+    assert (tmp_path / "map.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_map_of_a_large_job_fits_a_terminal() -> None:

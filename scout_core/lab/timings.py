@@ -22,7 +22,7 @@ from scout_core.decision.imbalance_incident import to_incident
 from scout_core.decision.incident import Incident
 from scout_core.decision.work import Array, Work, Worker, median
 from scout_core.errors import ScoutError
-from scout_core.report.heatmap import Heat
+from scout_core.report.heatmap import Heat, to_png, to_text
 
 SUFFIXES = (".parquet", ".csv")
 NAMES = {
@@ -68,6 +68,20 @@ def diagnose_timings(path: str | pathlib.Path, kappa: float = 5.0) -> list[Incid
         ScoutError: no such file, not a table of timings, or no compute operation in it.
     """
     return diagnose(read_timings(path), kappa)
+
+
+def render(path: str | pathlib.Path, png: str | pathlib.Path | None = None) -> str:
+    """Draw who was slow when, for the terminal, and as PNG where a file is named.
+
+    Raises:
+        ScoutError: as `read_timings`; or the PNG cannot be written.
+    """
+    table = read_timings(path)
+    drawn = heat(table)
+    if png is not None:
+        marked = [rank for incident in diagnose(table) for rank in incident.culprit_ranks]
+        to_png(drawn, png, marked)
+    return to_text(drawn)
 
 
 def diagnose(table: Table, kappa: float = 5.0) -> list[Incident]:
