@@ -26,6 +26,7 @@ def main() -> int:
     if unknown:
         print(f"no benchmark {unknown[0]!r}; there are {', '.join(known)}", file=sys.stderr)
         return 2
+    sys.argv[1:] = [word for word in sys.argv[1:] if word.startswith("-")]
     for name in wanted:
         importlib.import_module(f"benchmarks.{name}").main()
     return 0

@@ -17,7 +17,8 @@ from torch import nn
 
 from integration_tests import deepspeed_models as models
 from integration_tests.deepspeed_cases import CONFIGS, Layout, Options, Result
-from scout_core.lab.faults import FaultAt, Target, flip_bit, inject
+from scout_core.lab.faults import FaultAt, flip_bit
+from scout_core.lab.injection import Target, inject
 from scout_core.lab.model import GPT, Block, GPTConfig, Text, loss_of
 
 CONTEXT = 16

@@ -20,11 +20,10 @@ from scout_core.lab.faults import (
     Magnitude,
     Persistence,
     Surface,
-    Target,
     flip_bit,
-    inject,
     parse_fault,
 )
+from scout_core.lab.injection import Target, inject
 from scout_core.lab.model import GPT, GPTConfig, Text, loss_of
 from scout_core.lab.parallel import Parallelism
 

@@ -13,7 +13,8 @@ from scout_core.integration.models import Patterns
 from scout_core.integration.pytorch import PyTorch
 from scout_core.integration.session import Session
 from scout_core.lab.drill import train_step
-from scout_core.lab.faults import FaultAt, Surface, Target, inject
+from scout_core.lab.faults import FaultAt, Surface
+from scout_core.lab.injection import Target, inject
 from scout_core.lab.model import GPT, GPTConfig, Text
 from scout_core.lab.parallel import Parallelism, parallelise
 from scout_core.report.events import RunDir

@@ -31,6 +31,7 @@ ACTS = (
         ("sdc:surface=parameter,magnitude=low_bit",),
     ),
     Act("the gradient of one FSDP2 rank is corrupted in a backward pass", "fsdp2", ("gradient",)),
+    Act("one rank stops in the middle of a layer; the others wait for it", "ddp", ("hang",)),
 )
 
 
@@ -38,13 +39,13 @@ def demo(
     seed: Annotated[int, typer.Option(help="Draws what the acts leave open.")] = 0,
     as_json: Json = False,
 ) -> None:
-    """Train a small language model on 4 processes, break it four ways, and name who did it."""
+    """Train a small language model on 4 processes, break it five ways, and name who did it."""
     from scout_core.lab.drill import run_drill
 
     results = []
     for number, act in enumerate(ACTS, start=1):
         log.rule(f"{number}/{len(ACTS)} {act.title}")
-        plan = make_plan(act.parallelism, 4, list(act.faults), seed + number, None, 2)
+        plan = make_plan(act.parallelism, 4, list(act.faults), seed + number)
         outcome = run_drill(plan)
         results.append(outcome)
         if not as_json:

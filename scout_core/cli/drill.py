@@ -22,11 +22,14 @@ def drill(
     ] = None,
     seed: Annotated[int, typer.Option(help="Draws whatever the faults leave open.")] = 0,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps; default: enough.")] = None,
-    interval: Annotated[int, typer.Option(help="Optimizer steps between two checks.")] = 2,
+    interval: Annotated[
+        int | None, typer.Option(help="Optimizer steps between two checks; default: 2 or 1.")
+    ] = None,
+    hosts: Annotated[int | None, typer.Option(help="Ranks per simulated host.")] = None,
     as_json: Json = False,
 ) -> None:
     """Train, inject faults, and compare what SCOUT reports with what was injected."""
-    plan = make_plan(parallelism, ranks, fault or [], seed, steps, interval)
+    plan = make_plan(parallelism, ranks, fault or [], seed, steps, interval, hosts)
     from scout_core.lab.drill import run_drill
 
     log.print(f"drill: {plan.steps} steps of {parallelism} on {ranks} processes", markup=False)
@@ -40,7 +43,13 @@ def drill(
 
 
 def make_plan(
-    parallelism: str, ranks: int, faults: list[str], seed: int, steps: int | None, interval: int
+    parallelism: str,
+    ranks: int,
+    faults: list[str],
+    seed: int = 0,
+    steps: int | None = None,
+    interval: int | None = None,
+    hosts: int | None = None,
 ) -> DrillPlan:
     """Check the options and draw what they leave open.
 
@@ -48,7 +57,7 @@ def make_plan(
         ScoutError: an option that cannot be used, with the way out.
     """
     from scout_core.errors import ScoutError
-    from scout_core.lab.drill import DrillPlan, draw_fault, steps_needed
+    from scout_core.lab.drill import LEARNS, DrillPlan, draw_fault, steps_needed
     from scout_core.lab.faults import parse_fault
     from scout_core.lab.model import GPTConfig
     from scout_core.lab.parallel import Parallelism
@@ -56,7 +65,7 @@ def make_plan(
     names = [each.value for each in Parallelism]
     if parallelism not in names:
         raise ScoutError(f"--parallelism {parallelism!r} must be one of {', '.join(names)}")
-    for option, value in (("--interval", interval), ("--steps", steps)):
+    for option, value in (("--interval", interval), ("--steps", steps), ("--hosts", hosts)):
         if value is not None and value < 1:
             raise ScoutError(f"{option} {value} must be >= 1")
     if len(faults) > ranks:
@@ -66,6 +75,8 @@ def make_plan(
     for i, text in enumerate(faults):
         kind, fixed = parse_fault(text)
         drawn.append(draw_fault(kind, ranks, layers, seed + 7919 * i, **fixed))
+    if interval is None:
+        interval = 1 if any(each.kind in LEARNS for each in drawn) else 2
     return DrillPlan(
         Parallelism(parallelism),
         ranks,
@@ -73,6 +84,7 @@ def make_plan(
         steps or steps_needed(drawn, interval, layers),
         interval,
         seed,
+        ranks_per_host=hosts,
     )
 
 

@@ -181,6 +181,33 @@ def straggler(
     )
 
 
+def group_slowdown(
+    durations_s: Mapping[int, float], factor: float, checks: int, compares: str, scene: Scene
+) -> Incident:
+    """Describe a whole peer group that became slower than it was: no rank stands out."""
+    peers = tuple(sorted(durations_s))
+    return Incident(
+        kind=Kind.GROUP_SLOWDOWN,
+        reason="SLOWDOWN_GROUP",
+        status=Status.INCONCLUSIVE,
+        message=(
+            f"peers {list(peers)} all need {factor:.2f} times as long as before for the same "
+            f"replay of {scene.site} ({compares}, rising for {checks} checks, step {scene.step}); "
+            "look for shared causes: power, cooling, clocks, a software change; no rank is at fault"
+        ),
+        step=scene.step,
+        peer_group=peers,
+        evidence={
+            "factor": factor,
+            "checks": checks,
+            "seconds": {str(rank): value for rank, value in sorted(durations_s.items())},
+            "compares": compares,
+            "site": scene.site,
+        },
+        action=Action.ESCALATE,
+    )
+
+
 def _again(reproduced: int, repeats: int) -> str:
     if not repeats:
         return "not repeated"

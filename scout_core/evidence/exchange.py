@@ -40,6 +40,9 @@ class Exchange(Protocol):
     def broadcast(self, tensor: torch.Tensor, source: int, ranks: Ranks) -> None:
         """Overwrite `tensor` (contiguous, same shape and dtype everywhere) with the source's."""
 
+    def reduce(self, tensor: torch.Tensor, ranks: Ranks) -> None:
+        """Sum `tensor` over the members, in place and on its device; waits for the result."""
+
     def barrier(self, ranks: Ranks) -> None:
         """Return when every member has called it."""
 
@@ -107,6 +110,10 @@ class GroupExchange:
             groups = self._control if tensor.device.type == "cpu" else self._data
             dist.broadcast(_as_bytes(tensor), source, group=groups[ranks])
 
+    def reduce(self, tensor: torch.Tensor, ranks: Ranks) -> None:
+        groups = self._control if tensor.device.type == "cpu" else self._data
+        dist.all_reduce(tensor, group=groups[ranks])
+
     def barrier(self, ranks: Ranks) -> None:
         self.all_gather(b"", ranks)
 
@@ -154,6 +161,11 @@ class LocalExchange:
         copies = self._hall.meet(self._rank, ranks, tensor.detach().clone())
         with torch.no_grad():
             tensor.copy_(copies[ranks.index(source)])
+
+    def reduce(self, tensor: torch.Tensor, ranks: Ranks) -> None:
+        copies = self._hall.meet(self._rank, ranks, tensor.detach().clone())
+        with torch.no_grad():
+            tensor.copy_(torch.stack(copies).sum(0))
 
     def barrier(self, ranks: Ranks) -> None:
         self._hall.meet(self._rank, ranks, None)

@@ -18,7 +18,7 @@ from torch.distributed.distributed_c10d import _get_default_store  # torch 2.10 
 
 from scout_core.config import ScoutConfig
 from scout_core.errors import ScoutError
-from scout_core.evidence.exchange import GroupExchange
+from scout_core.evidence.exchange import Exchange, GroupExchange
 from scout_core.integration.framework import Framework
 from scout_core.integration.hang_watch import HangWatch
 from scout_core.integration.job_facts import device_name
@@ -78,9 +78,14 @@ def attach(
     run_dir: str | os.PathLike[str] | None = None,
     dataloader: Iterable[Any] | None = None,
     fault_callback: Callback | None = None,
+    exchange: Exchange | None = None,
 ) -> Session:
-    """Start a session for any framework; all ranks call it together. Adapters end here."""
-    exchange = GroupExchange(framework.device, config.exchange_timeout_s)
+    """Start a session for any framework; all ranks call it together. Adapters end here.
+
+    Args:
+        exchange: of all ranks of the job; None makes one on process groups of its own.
+    """
+    exchange = exchange or GroupExchange(framework.device, config.exchange_timeout_s)
     everyone = tuple(range(exchange.world_size))
     default = str(pathlib.Path("scout_runs") / time.strftime("%Y%m%d-%H%M%S"))
     mine = str(run_dir) if run_dir is not None else default

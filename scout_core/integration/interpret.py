@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from scout_core.decision import narrate, qualification, replay_verdict
+from scout_core.decision.baseline import SlowdownRule
 from scout_core.decision.consensus import Status
 from scout_core.decision.incident import Incident
 from scout_core.decision.narrate import Scene
@@ -61,6 +63,7 @@ class Interpreter:
         self._topology = topology
         self._devices = devices
         self._rule = rule
+        self._trend = SlowdownRule()
         self._compares = compares
         self._said: set[str] = set()
         self._absences: dict[str, int] = {}
@@ -116,12 +119,18 @@ class Interpreter:
         return [narrate.state_differs_at_start(sorted(new), groups.work, scene)]
 
     def _stragglers(self, result: Result, groups: WorkGroups, scene: Scene) -> list[Incident]:
+        """Compare ranks with their peers, and each group with its own past."""
         incidents = []
         for peers in groups.peers:
             times = replay_verdict.durations(result.reports, peers)
             if len(times) < len(peers):
                 continue
             recipe = f"{result.turn.recipe}|{result.shapes}|{peers[0]}"
+            trend = self._trend.update(recipe, statistics.median(times.values()))
+            if trend.slow:
+                incidents.append(
+                    narrate.group_slowdown(times, trend.factor, trend.checks, self._compares, scene)
+                )
             verdict = self._rule.update(recipe, times)
             if verdict.status is Status.ATTRIBUTED:
                 factors = self._rule.slowdowns(recipe)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import xxhash
 
-from scout_core.decision.incident import Incident
+from scout_core.decision.incident import Incident, Kind
 from scout_core.report.events import now
 
 Key = tuple[str, tuple[int, ...], tuple[int, ...]]
@@ -31,6 +31,15 @@ class Ledger:
     def open(self) -> frozenset[Key]:
         """Faults that were reported and have not been seen healthy since."""
         return frozenset(self._open)
+
+    def slow_ranks(self, shown_by_other_than: str) -> frozenset[int]:
+        """Ranks named by open stragglers, but for those that one thing showed."""
+        return frozenset(
+            rank
+            for (kind, ranks, _), by in self._open.items()
+            if kind == Kind.STRAGGLER.value and by != shown_by_other_than
+            for rank in ranks
+        )
 
     def record(self, incident: Incident, shown_by: str) -> bool:
         """Report a fault unless it is already open; tell whether it was new.
@@ -60,9 +69,9 @@ def _key(incident: Incident) -> Key:
     return incident.kind.value, culprits, () if culprits else incident.peer_group
 
 
-def stamped(incident: Incident, job: str) -> Incident:
-    """Add job, time and identity; done once, by the rank that tells the others."""
+def stamped(incident: Incident, job: str, time: str = "") -> Incident:
+    """Add job, time (now, if none is given) and identity; the same for all ranks that report it."""
     modules = sorted({culprit.module for culprit in incident.culprits})
     parts = (job, incident.step, *_key(incident), incident.reason, modules)
     identity = xxhash.xxh3_64_hexdigest(repr(parts).encode())[:12]
-    return replace(incident, job=job, time=now(), id=identity)
+    return replace(incident, job=job, time=time or now(), id=identity)

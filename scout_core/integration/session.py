@@ -10,8 +10,9 @@ from types import TracebackType
 from typing import Any, Self
 
 from scout_core.config import ScoutConfig
-from scout_core.decision import rotation
+from scout_core.decision import localize_incident, rotation
 from scout_core.decision.incident import Incident
+from scout_core.decision.labels import Outcome
 from scout_core.decision.topology import Topology
 from scout_core.evidence.capture import Undo
 from scout_core.evidence.clock import Clock, clock_for
@@ -21,11 +22,13 @@ from scout_core.integration import job_facts
 from scout_core.integration.checker import Checker, Told, shown_by
 from scout_core.integration.framework import Framework
 from scout_core.integration.hang_watch import HangWatch
-from scout_core.integration.ledger import Ledger
+from scout_core.integration.ledger import Ledger, stamped
+from scout_core.integration.probe import MAX_ROUNDS, Probe
 from scout_core.integration.session_coverage import SessionCoverage
 from scout_core.report.events import RunDir
 
 Callback = Callable[[Incident], None]
+PROBE = "probe"  # what shows a slow link or machine, and later clears it
 
 
 class Session:
@@ -68,6 +71,9 @@ class Session:
         self._topology = facts.topology
         self._not_covered = list(facts.not_covered)
         self._checker = Checker(framework, config, exchange, self._clock, watch, facts, self._note)
+        self._device = framework.device
+        self._probe = self._make_probe()
+        self._probe_rounds = 0
         self._undo: list[Undo] = [
             framework.before_update(self._guarded(self._before_update)),
             framework.on_step_end(self._guarded(self._after_step)),
@@ -173,6 +179,14 @@ class Session:
             self.hang.fail(error)
         self.close()
 
+    def _make_probe(self) -> Probe | None:
+        communication = self._config.communication
+        if not communication.probe_interval_steps:
+            return None
+        size, kappa = communication.probe_bytes, self._config.kappa
+        probe = Probe(self._exchange, self._clock, self._topology, size, kappa)
+        return probe if probe.waves else None
+
     def _before_update(self) -> None:
         if self._armed:
             self._checker.before_update(self._steps)
@@ -181,6 +195,8 @@ class Session:
         self._steps += 1
         if self._armed and rotation.is_due(self._steps, self._config.interval_steps):
             self._check()
+        if self._armed and self._probe is not None:
+            self._run_probe(self._probe)
         if self._armed and rotation.is_due(self._steps + 1, self._config.interval_steps):
             self._checker.arm()
         if self.hang is not None:
@@ -193,6 +209,24 @@ class Session:
             if not self._armed:
                 break
         self._in_check = False
+
+    def _run_probe(self, probe: Probe) -> None:
+        """Time communication when it is due, and again while a slow group is not confirmed yet."""
+        interval = self._config.communication.probe_interval_steps
+        if not self._probe_rounds and not rotation.is_due(self._steps, interval):
+            return
+        self._in_check = True
+        seen, time = probe.run(self._device, self._ledger.slow_ranks(shown_by_other_than=PROBE))
+        self._in_check = False
+        again = not seen.settled and self._probe_rounds < MAX_ROUNDS
+        self._probe_rounds = self._probe_rounds + 1 if again else 0
+        if not seen.settled:
+            return
+        found = localize_incident.to_incidents(
+            seen.diagnosis, self._topology, step=self._steps, slowdowns=seen.slowdowns
+        )
+        incidents = tuple(stamped(incident, self._config.job, time) for incident in found)
+        self._take_in(Told(PROBE, Outcome.CLEAN, incidents, frozenset([PROBE])))
 
     def _take_in(self, told: Told) -> None:
         """Act on what the job knows now; every rank has the same."""

@@ -20,7 +20,8 @@ from scout_core.decision.incident import Incident
 from scout_core.evidence.capture import local_of
 from scout_core.integration.session import Session
 from scout_core.lab.drill import DrillPlan, start, train_step
-from scout_core.lab.faults import FaultAt, Magnitude, Persistence, Surface, inject
+from scout_core.lab.faults import FaultAt, Magnitude, Persistence, Surface
+from scout_core.lab.injection import inject
 from scout_core.lab.model import GPTConfig, Text
 from scout_core.lab.parallel import Parallelism
 

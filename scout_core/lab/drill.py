@@ -2,38 +2,51 @@
 
 from __future__ import annotations
 
+import pathlib
 import random
 import statistics
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from scout_core.config import ScoutConfig
-from scout_core.decision.consensus import Status
-from scout_core.decision.incident import Incident, Kind
+from scout_core.decision.incident import Incident
+from scout_core.decision.topology import Topology
 from scout_core.errors import ScoutError
 from scout_core.evidence.exchange import GroupExchange
-from scout_core.integration.models import Patterns
+from scout_core.integration.enable import attach
 from scout_core.integration.pytorch import PyTorch
-from scout_core.integration.session import Session, print_line
-from scout_core.lab.faults import FaultAt, Target, inject
+from scout_core.integration.session import Session
+from scout_core.lab.faults import FaultAt
+from scout_core.lab.injection import Target, acts_on, inject
 from scout_core.lab.model import GPT, GPTConfig, Text, loss_of
 from scout_core.lab.parallel import Parallelism, parallelise, topology
 from scout_core.report.events import RunDir
 
-SHOWN_AS = {
-    "sdc": (Kind.SDC,),
-    "gradient": (Kind.SDC,),
-    "straggler": (Kind.STRAGGLER,),
-    "hang": (Kind.HANG, Kind.PROCESS_DEAD, Kind.INPUT_STALL),
+REPORTED_AS: dict[str, tuple[str, ...]] = {
+    "sdc": ("SDC_",),
+    "gradient": ("SDC_",),
+    "straggler": ("STRAGGLER_COMPUTE",),
+    "slow_nic": ("STRAGGLER_NETWORK",),
+    "slow_link": ("STRAGGLER_LINK",),
+    "slow_machine": ("STRAGGLER_MACHINE",),
+    "contention": ("SLOWDOWN_CLUSTER",),
+    "group_slowdown": ("SLOWDOWN_GROUP",),
+    "hang": ("HANG_",),
 }
-"""Kinds of incident that a fault of each kind may be reported as."""
+"""Beginnings of the reason codes that a fault of each kind is rightly reported with."""
+NAMES_A_RANK = ("sdc", "gradient", "straggler", "slow_machine", "hang")
+"""Kinds of fault whose report must name the faulty rank; all others must name nobody."""
+LEARNING_STEPS = 16  # a group is compared with its own past from here on
+LEARNS = ("slow_nic", "contention", "group_slowdown")
+"""Kinds of fault that all siblings share, so that only the past shows them."""
 
 
 @dataclass(frozen=True)
@@ -48,10 +61,24 @@ class DrillPlan:
     seed: int = 0
     batch: int = 4
     model: GPTConfig = field(default_factory=GPTConfig)
+    ranks_per_host: int | None = None
+    """Hosts are simulated by labels; None: one host."""
     timeout_s: float = 300.0
 
+    @property
+    def config(self) -> dict[str, Any]:
+        """What the session of this drill is configured with."""
+        kinds = {fault.kind for fault in self.faults}
+        probes = kinds & {"slow_nic", "slow_link", "slow_machine", "contention"}
+        return {
+            "interval_steps": self.interval_steps,
+            "job": "drill",
+            "hang": {"enabled": "hang" in kinds, "stall_timeout_s": 2.0},
+            "communication": {"probe_interval_steps": 1 if probes else 0, "probe_bytes": 4096},
+        }
+
     def __post_init__(self) -> None:
-        topology(self.parallelism, self.ranks)
+        topology(self.parallelism, self.ranks, self.ranks_per_host)
         if len({fault.rank for fault in self.faults}) > self.ranks:
             raise ScoutError(f"{len(self.faults)} faulty ranks, but only {self.ranks} ranks")
         for fault in self.faults:
@@ -114,18 +141,18 @@ def run_drill(plan: DrillPlan) -> DrillOutcome:
 
 
 def judge(plan: DrillPlan, seen: RankResult) -> DrillOutcome:
-    """Match incidents with faults: each fault needs an incident that names its rank."""
+    """Match incidents with faults: each needs a report of its kind that names its rank, if any."""
     injected = []
     for fault in plan.faults:
-        hit = next((i for i in seen.incidents if _explains(fault, i)), None)
+        hit = next((i for i in seen.incidents if _reports(fault, i)), None)
+        found = hit is not None or fault.kind == "rotating_pauses"  # nobody is to be named
         latency = None if hit is None else hit.step - fault.step
-        injected.append({**asdict(fault), "found": hit is not None, "latency_steps": latency})
+        injected.append({**asdict(fault), "found": found, "latency_steps": latency})
     false = [
         incident.to_json()
         for incident in seen.incidents
-        if incident.status is Status.ATTRIBUTED
-        and not all(
-            any(_explains(fault, incident) and fault.rank == rank for fault in plan.faults)
+        if not all(
+            any(fault.rank == rank and _reports(fault, incident) for fault in plan.faults)
             for rank in incident.culprit_ranks
         )
     ]
@@ -140,8 +167,12 @@ def judge(plan: DrillPlan, seen: RankResult) -> DrillOutcome:
     )
 
 
-def _explains(fault: FaultAt, incident: Incident) -> bool:
-    return incident.kind in SHOWN_AS[fault.kind] and fault.rank in incident.culprit_ranks
+def _reports(fault: FaultAt, incident: Incident) -> bool:
+    if incident.step < fault.step or not incident.reason.startswith(
+        REPORTED_AS.get(fault.kind, ())
+    ):
+        return False
+    return fault.rank in incident.culprit_ranks if fault.kind in NAMES_A_RANK else True
 
 
 def _overhead(plan: DrillPlan, seen: RankResult) -> dict[str, float]:
@@ -168,7 +199,7 @@ def drill_rank(rank: int, plan: DrillPlan, folder: str) -> RankResult:
     checked_s: list[float] = []
     for step in range(plan.steps):
         for fault in plan.faults:
-            if fault.rank == rank and fault.step == step:
+            if fault.step == step and acts_on(fault, rank, session.topology.hosts):
                 inject(fault, target)
         begin = time.perf_counter()
         losses.append(train_step(model, optimizer, text.batch(plan.seed, rank, step, plan.batch)))
@@ -177,6 +208,9 @@ def drill_rank(rank: int, plan: DrillPlan, folder: str) -> RankResult:
         (checked_s if checked else plain_s).append(spent)
     coverage = session.coverage()
     found = session.incidents()
+    known = {incident.id for incident in found}
+    # Hangs are reported by the observer, out of band.
+    found += [incident for incident in RunDir(folder).incidents() if incident.id not in known]
     session.close()
     dist.barrier()
     return RankResult(found, coverage.line(), losses, plain_s, checked_s, len(coverage.recipes))
@@ -196,12 +230,33 @@ def start(
     model, mesh = parallelise(inner, plan.parallelism, plan.ranks)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     torch.manual_seed(plan.seed * 1009 + rank)
-    fields = {"interval_steps": plan.interval_steps, "job": "drill", **config_fields}
-    config = ScoutConfig.parse(fields, "the drill's configuration")
+    config = ScoutConfig.parse({**plan.config, **config_fields}, "the drill's configuration")
     exchange = GroupExchange(torch.device("cpu"), config.exchange_timeout_s)
-    framework = PyTorch(model, optimizer, mesh, Patterns())
-    session = Session(framework, config, exchange, RunDir(folder), print_line)
-    return model, optimizer, session, Target(layers, optimizer, framework, exchange)
+    framework = _Drilled(model, optimizer, mesh, plan.ranks_per_host)
+    session = attach(framework, config, run_dir=folder, exchange=exchange)
+    target = Target(layers, optimizer, framework, exchange, session.topology, pathlib.Path(folder))
+    return model, optimizer, session, target
+
+
+class _Drilled(PyTorch):
+    """Plain PyTorch on simulated hosts."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        mesh: DeviceMesh | None,
+        ranks_per_host: int | None,
+    ) -> None:
+        super().__init__(model, optimizer, mesh)
+        self._ranks_per_host = ranks_per_host
+
+    def topology(self) -> Topology:
+        found = super().topology()
+        if self._ranks_per_host is None:
+            return found
+        hosts = tuple(f"host-{rank // self._ranks_per_host}" for rank in range(found.world_size))
+        return replace(found, hosts=hosts)
 
 
 def train_step(
@@ -221,13 +276,16 @@ def draw_fault(kind: str, plan_ranks: int, layers: int, seed: int, **fixed: Any)
     drawn: dict[str, Any] = {
         "rank": rng.randrange(plan_ranks),
         "layer": rng.randrange(layers),
-        "step": rng.randrange(4, 9),
+        "step": rng.randrange(4, 9) + (LEARNING_STEPS if kind in LEARNS else 0),
         "seed": rng.randrange(1 << 30),
     }
+    if kind == "group_slowdown":
+        drawn["percent"] = 20.0
     return FaultAt(kind, **{**drawn, **fixed})
 
 
 def steps_needed(faults: Sequence[FaultAt], interval_steps: int, layers: int) -> int:
     """Steps after which a fault of any layer, or three slow checks, must have been seen."""
     last = max((fault.step for fault in faults), default=0)
-    return last + interval_steps * (max(layers, 5) + 4)
+    checks = 16 if any(fault.kind in LEARNS for fault in faults) else max(layers, 5) + 4
+    return last + interval_steps * checks

@@ -63,10 +63,16 @@ def degrees(parallelism: Parallelism, ranks: int) -> dict[str, int]:
     return {"d": replicas, "s": shards, "t": tensor}
 
 
-def topology(parallelism: Parallelism, ranks: int) -> Topology:
-    """Addresses of the drill's job."""
+def topology(parallelism: Parallelism, ranks: int, ranks_per_host: int | None = None) -> Topology:
+    """Addresses of the drill's job.
+
+    Raises:
+        ScoutError: the ranks do not factor, or the hosts do not divide them.
+    """
     sizes = degrees(parallelism, ranks)
-    return Topology.from_degrees(d=sizes.get("d", 1), s=sizes.get("s", 1), t=sizes.get("t", 1))
+    return Topology.from_degrees(
+        d=sizes.get("d", 1), s=sizes.get("s", 1), t=sizes.get("t", 1), hosts=ranks_per_host
+    )
 
 
 def parallelise(
