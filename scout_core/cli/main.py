@@ -13,6 +13,7 @@ import typer
 from scout_core.cli import (
     campaign,
     catalog,
+    ckpt,
     coverage,
     demo,
     drill,
@@ -42,6 +43,7 @@ app.command("demo")(demo.demo)
 app.command("drill")(drill.drill)
 app.command("campaign")(campaign.campaign)
 app.add_typer(catalog.app)
+app.add_typer(ckpt.app)
 app.command("plan")(plan.plan)
 app.command("postmortem")(postmortem.postmortem)
 app.command("simulate")(simulate.simulate)

@@ -148,6 +148,10 @@ class CheckpointGate:
         """A machine is gone, with the state it held."""
         self._doubt(replace(self.doubts, unreachable=True))
 
+    def on_evidence_lost(self) -> None:
+        """What was seen so far is not known any more."""
+        self._doubt(replace(self.doubts, suspicious=True))
+
     def on_sweep(self, clean: bool) -> None:
         """The whole catalogue was replayed at once (Algorithm 3, lines 17-20)."""
         if clean:
@@ -182,10 +186,7 @@ class CheckpointGate:
 
     def forget(self, step: int, path: str | None = None) -> None:
         """Never choose this checkpoint again: it was dropped or damaged."""
-        gone = self._known(step, path)
-        for name in _SLOTS:
-            if getattr(self, name) == gone:
-                setattr(self, name, None)
+        self._clear(self._known(step, path))
 
     def retrieve(
         self,
@@ -205,19 +206,34 @@ class CheckpointGate:
         Raises:
             ScoutError: an unknown failure.
         """
+        newest, why = self.allows_newest(failure, reachable, sweep_clean)
+        if newest and self.latest is not None:
+            return Choice("latest", *self.latest, why=why)
+        if self.verified is not None:
+            return Choice("verified", *self.verified, why=why)
+        return Choice("none", why=f"{why}; no checkpoint lies between two clean cycles")
+
+    def allows_newest(
+        self,
+        failure: Failure | str,
+        reachable: bool = True,
+        sweep_clean: bool | None = None,
+    ) -> tuple[bool, str]:
+        """Tell whether the newest checkpoint may be taken, or only a proven one, and why."""
         failure = word(Failure, failure, "failure")
+        gaps = f"; not covered: {'; '.join(self._uncovered)}" if self._uncovered else ""
         if failure is Failure.SDC or self.doubts.condemned:
-            return self._proven("corruption was seen")
+            return False, f"corruption was seen{gaps}"
         if failure is Failure.UNREACHABLE or self.doubts.unreachable or not reachable:
-            return self._proven("a machine is gone with the state it held")
+            return False, f"a machine is gone with the state it held{gaps}"
         harmless = failure in (Failure.STRAGGLER, Failure.NONE)
         if harmless and not self.doubts.suspicious:
-            return self._newest("nothing that was seen speaks against the state")
+            return True, "nothing that was seen speaks against the state"
         if sweep_clean:
-            return self._newest("a replay of the whole catalogue was clean")
+            return True, "a replay of the whole catalogue was clean"
         if sweep_clean is None:
-            return self._proven("only a replay of the whole catalogue could clear newer state")
-        return self._proven("the replay of the whole catalogue was not clean")
+            return False, f"only a replay of the whole catalogue could clear newer state{gaps}"
+        return False, f"the replay of the whole catalogue was not clean{gaps}"
 
     def label(self, saved: Saved) -> Label:
         """Return the label of a checkpoint that the gate remembers; UNPROVEN for others."""
@@ -259,8 +275,7 @@ class CheckpointGate:
                 setattr(gate, f"_{name}", state[name])
         except (KeyError, TypeError, ValueError) as error:
             raise ScoutError(
-                f"the gate's state cannot be read ({error!r}); "
-                "`scout ckpt rebuild` starts a new record without it"
+                f"the gate's state cannot be read ({error!r}); use `scout ckpt rebuild`"
             ) from error
         return gate
 
@@ -342,8 +357,7 @@ class CheckpointGate:
 
     def _rewind_before(self, step: int) -> None:
         """Training does this step again: what was saved at or after it is given up."""
-        slots = (getattr(self, name) for name in _SLOTS)
-        older = [saved for saved in slots if saved is not None and saved.step < step]
+        older = [saved for saved in self._slots() if saved.step < step]
         self._start_again()
         if self._after_proof is None or self._after_proof >= step:
             self.doubts = replace(self.doubts, condemned=False)
@@ -356,31 +370,27 @@ class CheckpointGate:
 
     def _lose_path(self, path: str | None, step: int | None) -> None:
         """Forget what lay at a path that is written again for another step."""
+        for saved in self._slots():
+            if path is not None and saved.path == path and saved.step != step:
+                self._clear(saved)
+
+    def _clear(self, gone: Saved) -> None:
         for name in _SLOTS:
-            saved = getattr(self, name)
-            if saved is not None and path is not None and saved.path == path and saved.step != step:
+            if getattr(self, name) == gone:
                 setattr(self, name, None)
+        if self.latest is None:
+            self.latest = max(self._slots(), key=lambda saved: saved.step, default=None)
+
+    def _slots(self) -> list[Saved]:
+        slots = (getattr(self, name) for name in _SLOTS)
+        return [saved for saved in slots if saved is not None]
 
     def _known(self, step: int, path: str | None) -> Saved:
         """Find a checkpoint by its step; the path decides only when it is given."""
-        for name in _SLOTS:
-            saved = getattr(self, name)
-            if saved is not None and saved.step == step and path in (None, saved.path):
-                return Saved(*saved)
+        for saved in self._slots():
+            if saved.step == step and path in (None, saved.path):
+                return saved
         return Saved(step, path)
-
-    def _proven(self, why: str) -> Choice:
-        if self.verified is not None:
-            return Choice("verified", *self.verified, why=why)
-        why = f"{why}, and no checkpoint lies between two clean cycles"
-        if self._uncovered:
-            why += f"; not covered: {'; '.join(self._uncovered)}"
-        return Choice("none", why=why)
-
-    def _newest(self, why: str) -> Choice:
-        if self.latest is not None:
-            return Choice("latest", *self.latest, why=why)
-        return self._proven(f"{why}, but the latest is gone")
 
 
 _SLOTS = ("latest", "candidate", "verified", "uncertified")

@@ -234,33 +234,31 @@ def choose(
             chosen where otherwise nothing would be.
     """
     gate = CheckpointGate.from_state(dict(record.gate))
-    choice = gate.retrieve(failure, reachable, sweep_clean)
-    if choice.step is not None:
-        labels = _USABLE if choice.choice == "latest" else (Label.VERIFIED,)
-        found = _newest_intact(record, labels, is_intact, choice.step)
-        if found is not None:
-            worse = "" if found.step == choice.step else f"; step {choice.step} is damaged or gone"
-            return Choice(choice.choice, found.step, found.path, choice.why + worse)
-    damaged = "" if choice.step is None else "; the files of what could be trusted are damaged"
+    newest, why = gate.allows_newest(failure, reachable, sweep_clean)
+    labels = _USABLE if newest else (Label.VERIFIED,)
+    found, damaged = _newest_intact(record, labels, is_intact)
+    why += f"; damaged or gone: {', '.join(damaged)}" if damaged else ""
+    if found is not None:
+        return Choice("latest" if newest else "verified", found.step, found.path, why)
     if accept_uncertified:
-        found = _newest_intact(record, (Label.UNCERTIFIED,), is_intact)
+        found, damaged = _newest_intact(record, (Label.UNCERTIFIED,), is_intact)
         if found is not None:
-            why = f"{choice.why}{damaged}; uncertified, accepted by hand"
+            why += "; uncertified, accepted by hand"
             return Choice("verified", found.step, found.path, why)
-    return Choice("none", why=choice.why + damaged)
+    return Choice("none", why=f"{why}; no intact checkpoint lies between two clean cycles")
 
 
 def _newest_intact(
-    record: Record,
-    labels: tuple[Label, ...],
-    is_intact: Callable[[Entry], bool],
-    up_to: int | None = None,
-) -> Entry | None:
+    record: Record, labels: tuple[Label, ...], is_intact: Callable[[Entry], bool]
+) -> tuple[Entry | None, list[str]]:
+    """Return the newest intact one, and the paths of newer ones that are not."""
+    damaged: list[str] = []
     usable = [entry for entry in record.checkpoints if entry.label in labels]
     for entry in sorted(usable, key=lambda entry: entry.step, reverse=True):
-        if (up_to is None or entry.step <= up_to) and is_intact(entry):
-            return entry
-    return None
+        if is_intact(entry):
+            return entry, damaged
+        damaged.append(entry.path)
+    return None, damaged
 
 
 def protected(record: Record) -> frozenset[str]:
