@@ -9,7 +9,8 @@ itself; ranks that leave later, or that received the value, are victims.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -47,21 +48,35 @@ class Departure:
 
 
 def departure(rank: int, traces: Mapping[int, Trace], peers_of: PeersOf) -> Departure | None:
-    """Find where a rank's trace leaves its peers'; None when it does not, or nobody can tell."""
-    for index, event in enumerate(traces.get(rank, ())):
+    """Find where a rank's trace leaves its peers'; None when it does not, or nobody can tell.
+
+    Events are matched by place and occurrence: gradients of one tensor that passes several edges
+    have no order among themselves.
+    """
+    layouts: tuple[LayoutName, ...] = ("dense", "expert")
+    compared = {peer for layout in layouts for peer in peers_of(rank, layout)}
+    values = {peer: _values(traces.get(peer, ())) for peer in compared}
+    for index, (event, key) in enumerate(_keyed(traces.get(rank, ()))):
         peers = peers_of(rank, event.layout)
-        others = [_at(traces.get(peer, ()), index, event.place) for peer in peers]
+        others = [values[peer].get(key) for peer in peers]
         if None in others:
             return None  # the peers ran other code: nothing to compare from here on
-        verdict = consensus.exact([other.value for other in others if other is not None])
+        verdict = consensus.exact(others)
         if verdict.status is Status.ATTRIBUTED and peers.index(rank) in verdict.outliers:
             return Departure(index, event)
     return None
 
 
-def _at(trace: Trace, index: int, place: str) -> Event | None:
-    same = index < len(trace) and trace[index].place == place
-    return trace[index] if same else None
+def _values(trace: Trace) -> dict[tuple[str, int], int]:
+    return {key: event.value for event, key in _keyed(trace)}
+
+
+def _keyed(trace: Trace) -> Iterator[tuple[Event, tuple[str, int]]]:
+    """Yield each event with its place and the number of earlier events there."""
+    seen: Counter[str] = Counter()
+    for event in trace:
+        yield event, (event.place, seen[event.place])
+        seen[event.place] += 1
 
 
 def origins(
@@ -78,6 +93,8 @@ def origins(
         row has no accused rank, or its origin cannot be told.
     """
     suspects = accused & set(row)
+    if not suspects:
+        return {}
     left = {rank: departure(rank, traces, peers_of) for rank in row}
     seen = {rank: found for rank, found in left.items() if found is not None}
     if not seen:  # nothing that partners exchange was wrong: a fault of its own stays with it
