@@ -118,6 +118,22 @@ def test_a_table_without_grid_compares_all_ranks(tmp_path: pathlib.Path) -> None
     assert [(c.rank, c.host) for c in incident.culprits] == [(4, "node-b")]
 
 
+def test_without_a_stage_column_ranks_that_send_differently_are_no_peers(
+    tmp_path: pathlib.Path,
+) -> None:
+    """A last stage has no forward-send; its ranks must not be blamed for having more work."""
+    rows = simulate_trace(TracePlan(2, 4, stage_work={3: 1.6}, steps=10))
+    for stage in (0, 1, 2):
+        rows += [
+            {**row, "optype": "forward-send", "duration": 0.001, "mb_id": -1}
+            for row in rows
+            if row["stage"] == stage and row["optype"] == "grads-reduce-scatter"
+        ]
+    bare = [{k: v for k, v in row.items() if k not in ("stage", "dp_rank")} for row in rows]
+    (incident,) = diagnose_timings(written(bare, tmp_path))
+    assert (incident.reason, incident.culprits) == ("IMBALANCE_STAGE", ())
+
+
 def test_waiting_for_others_is_no_evidence_against_a_rank(tmp_path: pathlib.Path) -> None:
     rows = [
         {

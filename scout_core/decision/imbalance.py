@@ -132,7 +132,7 @@ def _stages(work: Work, parts: Parts, slow: SlowWorkers) -> list[Explanation]:
         "stages": list(work.stages),
         "workers_per_stage": min(len(work.of_stage(stage)) for stage in found),
     }
-    certain = len(work.replicas) > 1
+    certain = min(len(work.of_stage(stage)) for stage in found) > 1
     peers = tuple(sorted(w.rank for w in work.workers if w.stage in found))
     stages, factor = tuple(found), max(found.values())
     return [
@@ -173,7 +173,8 @@ def _rotating(work: Work, parts: Parts, slow: SlowWorkers) -> list[Explanation]:
     if len(healthy) < 2:
         return []
     rest = (parts.rest - offsets(parts)[None, :, :, None])[:, healthy]
-    usual = np.exp(parts.base)[None, healthy, :, None]
+    shares = np.exp(parts.base) / np.exp(parts.base).sum(axis=1, keepdims=True)
+    usual = shares[None, healthy, :, None]
     cells = np.where(np.isfinite(rest), usual * np.exp(rest), np.nan)
     spread, last = _spread(np.nansum(cells, axis=(2, 3)))
     alike = correlation(rest[:, :, 0], rest[:, :, 1]) if len(work.operations) > 1 else 0.0

@@ -4,8 +4,9 @@
 A duration is taken to be a product: what its stage's work takes (`base`), what its micro-batch is
 worth (`data`) and what its worker and chance add (`rest`). A micro-batch passes through all
 stages of its replica, forward and backward, so what is common to them is the data's; a slow worker,
-or a pause, slows one stage only. Token counts, where given, say the same directly. Without both,
-data and worker cannot be told apart in one duration, and `data` is 0.
+or a pause, slows one stage only. Token counts, where given, say the same directly. Without both
+(one stage, or replicas that are not known), data and worker cannot be told apart in one duration,
+and `data` is 0.
 """
 
 from __future__ import annotations
@@ -160,7 +161,7 @@ def _data(work: Work, deviation: Array) -> tuple[Array, str]:
         explained = _from_tokens(work.tokens, per_worker)
         if explained is not None:
             return explained, "tokens"
-    if len(work.stages) < 2:
+    if any(len({work.workers[i].stage for i in work.of_replica(r)}) < 2 for r in work.replicas):
         return np.zeros(shape), ""
     data = np.zeros(shape)
     shared = low_median(deviation, axis=2)

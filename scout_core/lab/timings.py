@@ -43,6 +43,7 @@ NEEDED = ("rank", "step", "operation", "duration")
 _TRANSFER = re.compile(
     r"send|recv|reduce|gather|broadcast|all.?to.?all|barrier|p2p|comm|nccl|sync|wait", re.I
 )
+_NEIGHBOUR = re.compile(r"send|recv|receive", re.I)
 _PAUSE = re.compile(r"^gc$|garbage", re.I)
 _LOADING = re.compile(r"data|load", re.I)
 _UPDATE = re.compile(r"optim|clip|scheduler", re.I)
@@ -213,19 +214,41 @@ def _compute_operations(operations: Sequence[str]) -> list[str]:
 
 
 def _workers(columns: Columns, rows: Array) -> tuple[Worker, ...]:
-    """One per rank; a rank without a replica column is a replica of its own in its stage."""
-    place: dict[int, tuple[int | None, int]] = {}
-    for row in rows:
-        replica = int(columns["replica"][row]) if "replica" in columns else None
-        stage = int(columns["stage"][row]) if "stage" in columns else 0
-        place.setdefault(int(columns["rank"][row]), (replica, stage))
+    """One per rank, with its place in the grid.
+
+    Ranks that send and receive differently are in different stages, which tells the first, the last
+    and the other stages apart where there is no stage column; such ranks cannot be paired with
+    those of other stages, and each is a replica of its own. With a stage column only, the order of the ranks says which replica they are.
+    """
+    ranks, places = np.unique(columns["rank"][rows].astype(np.int64), return_index=True)
+    first = dict(zip(ranks.tolist(), rows[places].tolist(), strict=True))
+    if "stage" in columns:
+        stages = {rank: int(columns["stage"][row]) for rank, row in first.items()}
+    else:
+        stages = _stages_by_operations(columns, list(first))
     counted: dict[int, int] = defaultdict(int)
-    workers = []
-    for rank, (replica, stage) in sorted(place.items()):
-        number = counted[stage]
-        counted[stage] += 1
-        workers.append(Worker(rank, number if replica is None else replica, stage))
+    workers: list[Worker] = []
+    for rank, row in first.items():
+        number = counted[stages[rank]] if "stage" in columns else len(workers)
+        if "replica" in columns:
+            number = int(columns["replica"][row])
+        counted[stages[rank]] += 1
+        workers.append(Worker(rank, number, stages[rank]))
     return tuple(workers)
+
+
+def _stages_by_operations(columns: Columns, ranks: Sequence[int]) -> dict[int, int]:
+    """Number the sets of sends and receives that ranks run, in the order of the ranks."""
+    operations: dict[int, set[str]] = {rank: set() for rank in ranks}
+    every_rank = columns["rank"].astype(np.int64).tolist()
+    for rank, name in zip(every_rank, columns["operation"].tolist(), strict=True):
+        if rank in operations and _NEIGHBOUR.search(name):
+            operations[rank].add(name)
+    numbers: dict[frozenset[str], int] = {}
+    return {
+        rank: numbers.setdefault(frozenset(those), len(numbers))
+        for rank, those in operations.items()
+    }
 
 
 @dataclass(frozen=True)
