@@ -216,9 +216,10 @@ def _compute_operations(operations: Sequence[str]) -> list[str]:
 def _workers(columns: Columns, rows: Array) -> tuple[Worker, ...]:
     """One per rank, with its place in the grid.
 
-    Ranks that send and receive differently are in different stages, which tells the first, the last
-    and the other stages apart where there is no stage column; such ranks cannot be paired with
-    those of other stages, and each is a replica of its own. With a stage column only, the order of the ranks says which replica they are.
+    Ranks that send and receive differently are in different stages, which tells the first, the
+    last and the other stages apart where there is no stage column; such ranks cannot be paired
+    with those of other stages, and each is a replica of its own. With a stage column only, the
+    order of the ranks says which replica they are.
     """
     ranks, places = np.unique(columns["rank"][rows].astype(np.int64), return_index=True)
     first = dict(zip(ranks.tolist(), rows[places].tolist(), strict=True))
