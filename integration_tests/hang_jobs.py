@@ -88,14 +88,23 @@ class Job:
         *,
         config: HangConfig | None = None,
         hosts: Sequence[str] = (),
+        other_tool: bool = False,
     ) -> None:
+        """Prepare a job.
+
+        Args:
+            fault: global rank that the recipe is about.
+            hosts: names of machines to pretend, one per rank.
+            other_tool: another tool already observes collectives, so that SCOUT cannot.
+        """
         self.config = config or HangConfig(stall_timeout_s=STALL_S)
-        self._folder = tempfile.TemporaryDirectory(prefix="hang-")
+        self._folder = tempfile.TemporaryDirectory(prefix="hang-", ignore_cleanup_errors=True)
         folder = pathlib.Path(self._folder.name)
         self.run_dir = RunDir(folder / "run")
         self.output = folder / "output"
         self.output.touch()
-        arguments = (recipe, size, fault, str(folder), self.config, tuple(hosts))
+        self.events_at_the_end: list[dict[str, Any]] = []
+        arguments = (recipe, size, fault, str(folder), self.config, tuple(hosts), other_tool)
         self.ranks = [
             _context.Process(target=_rank_main, args=(rank, *arguments)) for rank in range(size)
         ]
@@ -107,6 +116,7 @@ class Job:
 
     def __exit__(self, *_: object) -> None:
         self.kill()
+        self.events_at_the_end = self.run_dir.events()
         self._folder.cleanup()
 
     def kill(self) -> None:
@@ -158,6 +168,23 @@ def is_running(pid: int) -> bool:
     return state != "Z"
 
 
+def take_the_place_of_the_observer() -> None:
+    """Install a kernel that hands barriers on, as another tool would."""
+    after = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+    hand_on = torch.ops.c10d.barrier.default._handle.redispatch_boxed
+    library = torch.library.Library("c10d", "IMPL")
+    library.impl(
+        "barrier",
+        lambda keys, *args: hand_on(keys & after, *args),
+        "BackendSelect",
+        with_keyset=True,
+    )
+    _kept.append(library)
+
+
+_kept: list[Any] = []
+
+
 def _rank_main(
     rank: int,
     recipe: Recipe,
@@ -166,6 +193,7 @@ def _rank_main(
     folder: str,
     config: HangConfig,
     hosts: tuple[str, ...],
+    other_tool: bool,
 ) -> None:
     torch.set_num_threads(1)
     os.environ.update(LOOPBACK)
@@ -179,6 +207,8 @@ def _rank_main(
         world_size=size,
         timeout=datetime.timedelta(seconds=120),
     )
+    if other_tool:
+        take_the_place_of_the_observer()
     topology = Topology.from_degrees(d=size, hosts=hosts or None)
     watch = HangWatch.start(
         rank=rank,

@@ -11,6 +11,9 @@ import os
 import pathlib
 import random
 import signal
+import subprocess
+import sys
+import tempfile
 import time
 from dataclasses import dataclass
 
@@ -28,6 +31,7 @@ from integration_tests.hang_jobs import (
 from scout_core.cli.status import ask
 from scout_core.config import HangConfig
 from scout_core.decision.consensus import Status
+from scout_core.report.events import RunDir
 
 SIZE = 4
 QUIET_S = 1.0
@@ -121,7 +125,6 @@ def assert_gone(agents: list[int]) -> None:
 @pytest.mark.parametrize("case", CASES, ids=CASE_NAMES)
 def test_a_real_hang_is_explained(case: Case) -> None:
     fault = drawn(case.name, case.among or tuple(range(case.size)))
-    shared = set(os.listdir("/dev/shm"))
     with Job(case.recipe, case.size, fault) as job:
         incident = job.incident()
         agents = job.agents()
@@ -134,7 +137,7 @@ def test_a_real_hang_is_explained(case: Case) -> None:
     for culprit in incident.culprits:
         assert "hang_recipes.py" in culprit.where or "hang_jobs.py" in culprit.where
     assert_gone(agents)
-    assert set(os.listdir("/dev/shm")) <= shared
+    assert not [name for name in os.listdir("/dev/shm") if "ring" in name or "hang" in name]
 
 
 STRIKES = {
@@ -209,7 +212,7 @@ def test_the_verdict_is_printed_once_by_a_living_process() -> None:
 
 def train_until_told(trainer: Trainer) -> None:
     """Train until somebody writes a file; then the faulty rank goes elsewhere."""
-    told = pathlib.Path(trainer.watch._run_dir.path) / "go"
+    told = trainer.watch.run_dir / "go"
     while not told.exists():
         trainer.warm_up(1)
         time.sleep(0.005)
@@ -262,6 +265,21 @@ def test_the_standby_takes_over_when_the_first_hub_is_silent() -> None:
     assert incident.culprits[0].host == "right"
 
 
+def test_where_collectives_cannot_be_observed_torchs_own_record_names_the_rank() -> None:
+    def folders() -> set[pathlib.Path]:
+        return set(pathlib.Path(tempfile.gettempdir()).glob("scout-*"))
+
+    before, rank = folders(), drawn("flight recorder", EVERYBODY)
+    with Job(recipes.optimizer_returns_early, SIZE, rank, other_tool=True) as job:
+        incident = job.incident()
+        agents = job.agents()
+    events = [(event["event"], event["rank"]) for event in job.events_at_the_end]
+    assert sorted(events) == [("collectives_not_observed", other) for other in EVERYBODY]
+    assert (incident.reason, incident.culprit_ranks) == ("HANG_NEVER_ARRIVED", (rank,))
+    assert_gone(agents)
+    assert folders() <= before
+
+
 def test_a_job_that_is_told_to_end_is_no_fault() -> None:
     with Job(train_until_told, SIZE, 1) as job:
         agents = job.wait(job.agents)
@@ -294,3 +312,28 @@ def test_status_shows_every_rank_while_the_job_trains_and_when_it_hangs() -> Non
         assert found["incident"]["id"] == incident.id
         pending = [row["rank"] for row in found["ranks"] if row["pending"]]
         assert pending == [other for other in EVERYBODY if other != rank]
+
+
+UNCAUGHT = """
+import sys, torch.distributed as dist
+from scout_core.config import HangConfig
+from scout_core.integration.hang_watch import HangWatch
+from scout_core.report.events import RunDir
+run_dir, store = RunDir(sys.argv[1]), dist.HashStore()
+HangWatch.start(rank=0, world_size=1, run_dir=run_dir, config=HangConfig(), store=store)
+raise ValueError("loss is nan")
+"""
+
+
+def test_an_uncaught_exception_is_published_and_still_printed(tmp_path: pathlib.Path) -> None:
+    found = subprocess.run(
+        [sys.executable, "-c", UNCAUGHT, str(tmp_path)], capture_output=True, text=True, timeout=50
+    )
+    assert found.returncode == 1
+    assert found.stderr.rstrip().endswith("ValueError: loss is nan")
+    deadline = time.monotonic() + AGENT_GONE_S
+    while not RunDir(tmp_path).incidents() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    incident = RunDir(tmp_path).incidents()[0]
+    assert incident.reason == "PROCESS_DEAD"
+    assert "ValueError: loss is nan" in incident.message

@@ -56,14 +56,10 @@ class Pending:
     @property
     def completed(self) -> int | None:
         """Every operation up to this one is complete; None when that cannot be told."""
-        oldest = min(
-            (queue[0] for queue in (self.tracked, self.untracked) if queue),
-            key=lambda operation: operation.sequence,
-            default=None,
-        )
-        if oldest is None:
-            return self.sequence
-        return oldest.sequence - 1 if oldest.certain else None
+        tracked, untracked = self.tracked, self.untracked
+        if untracked and not (tracked and tracked[0].sequence < untracked[0].sequence):
+            return untracked[0].sequence - 1 if untracked[0].certain else None
+        return tracked[0].sequence - 1 if tracked else self.sequence
 
 
 class Group:

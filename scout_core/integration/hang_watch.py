@@ -8,8 +8,12 @@ event, "hang_cover_lost", and the job goes on without cover.
 from __future__ import annotations
 
 import atexit
+import functools
 import os
+import pathlib
+import shutil
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
@@ -23,7 +27,7 @@ from scout_core.config import HangConfig
 from scout_core.decision.snapshots import Phase
 from scout_core.decision.topology import Topology
 from scout_core.errors import ScoutError
-from scout_core.evidence import collectives, progress
+from scout_core.evidence import collectives, flight_recorder, progress
 from scout_core.evidence.progress import Publisher, Undo
 from scout_core.evidence.ring import CLOSED, EXITING, RUNNING
 from scout_core.integration.agent_process import AgentProcess
@@ -63,10 +67,16 @@ class HangWatch:
         self._undo: list[Undo] = []
         self._closed = False
         self._blind = False
+        self._trace_socket = ""
         self._pauses: list[AbstractContextManager[None]] = []
         self.lost = ""
         """Why there is no hang cover; empty while there is."""
         self._responder = Responder(threading.get_ident(), self._tick)
+
+    @property
+    def run_dir(self) -> pathlib.Path:
+        """Folder of the run."""
+        return self._run_dir.path
 
     @classmethod
     def start(
@@ -191,12 +201,23 @@ class HangWatch:
             self._undo.append(collectives.observe(self._publisher))
         except ScoutError as error:
             self._emit("collectives_not_observed", reason=str(error))
+            self._serve_flight_recorder()
         self._undo.append(_on_uncaught(self.fail))
         atexit.register(self._at_exit)
 
     def _at_exit(self) -> None:
         """The process ends without `close`: its exit code will tell how."""
         self._end(EXITING)
+
+    def _serve_flight_recorder(self) -> None:
+        """Let torch's own record stand in where SCOUT does not see the operations."""
+        folder = tempfile.mkdtemp(prefix="scout-")  # private: mode 0700
+        self._undo.append(functools.partial(shutil.rmtree, folder, ignore_errors=True))
+        path = f"{folder}/trace"
+        server = flight_recorder.serve(path)
+        if server is not None:
+            self._trace_socket = path
+            self._undo.append(server.shutdown)
 
     def _contact(self, device: str) -> Contact:
         return Contact(
@@ -211,6 +232,7 @@ class HangWatch:
             dump_signal=self._responder.dump_signal,
             internal=progress.INTERNAL,
             device=device,
+            trace_socket=self._trace_socket,
         )
 
     def _start_agent(
@@ -221,7 +243,7 @@ class HangWatch:
         topology: Topology | None,
         job: str,
     ) -> None:
-        beat_s = min(MAX_BEAT_S, max(MIN_BEAT_S, limits.shortest_s / BEATS_PER_LIMIT))
+        beat_s = beat_of(limits)
         start = Start(
             index=place.index,
             host=place.node.host,
@@ -277,6 +299,11 @@ def limits_of(config: HangConfig) -> Limits:
         evaluation_s=config.evaluation_timeout_s,
         checkpoint_s=config.checkpoint_timeout_s,
     )
+
+
+def beat_of(limits: Limits) -> float:
+    """Return the seconds between two heartbeats of an agent."""
+    return min(MAX_BEAT_S, max(MIN_BEAT_S, limits.shortest_s / BEATS_PER_LIMIT))
 
 
 def _on_uncaught(hook: Callable[[BaseException], None]) -> Undo:

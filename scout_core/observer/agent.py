@@ -202,9 +202,17 @@ class Agent:
 
     def _send(self, answer: Answer) -> None:
         answered = [rank for rank, examination in answer.closed.items() if examination.answered]
-        message = {"round": answer.number, "answered": answered}
+        message = {"round": answer.number, "answered": answered, "traces": self._traces(answer)}
         snapshots = self._packed(answer.closed)
         answer.link.send({"t": "snapshots", **message, "snapshots": snapshots})
+
+    def _traces(self, answer: Answer) -> dict[int, Any]:
+        sockets = {rank: e.member.contact.trace_socket for rank, e in answer.closed.items()}
+        if not any(sockets.values()):
+            return {}
+        from scout_core.observer.second_source import trace_of  # rarely needed
+
+        return {rank: trace_of(path) for rank, path in sockets.items() if path}
 
     def _packed(self, examinations: Mapping[int, Examination]) -> list[Message]:
         limits, host = self._start.limits, self._start.host

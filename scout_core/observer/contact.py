@@ -38,6 +38,8 @@ class Contact:
     internal: tuple[str, ...] = ()
     """Prefixes of source paths that are not the user's."""
     device: str = ""
+    trace_socket: str = ""
+    """Where torch serves its Flight Recorder; empty while SCOUT sees the operations itself."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as JSON values."""

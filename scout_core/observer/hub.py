@@ -10,11 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 from scout_core.decision.snapshots import ProcessState, RankSnapshot
 from scout_core.observer.plan import Node, Plan
 from scout_core.observer.reporter import ASKED_TO_END, Reporter
+from scout_core.observer.second_source import with_traces
 from scout_core.observer.wire import Message, unpack
 
 ROUND_S: Final = 1.2
@@ -51,6 +52,8 @@ class Round:
     reply_to: str = ""
     """Who asked for the state of the job; empty when the hub itself wants a verdict."""
     snapshots: dict[int, RankSnapshot] = field(default_factory=dict)
+    traces: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """Flight Recorder of ranks whose operations SCOUT does not see."""
     answered: set[int] = field(default_factory=set)
     """Ranks whose interpreter answered, so that they can print."""
 
@@ -187,12 +190,13 @@ class Hub:
             return  # it came after the deadline
         round_.expected.discard(index)
         round_.answered |= set(message["answered"])
+        round_.traces |= {int(r): trace for r, trace in message["traces"].items() if trace}
         for packed in message["snapshots"]:
             snapshot = unpack(packed)
             round_.snapshots[snapshot.rank] = snapshot
 
     def _conclude(self, round_: Round, now_s: float) -> None:
-        snapshots = self._complete(round_, now_s)
+        snapshots = with_traces(self._complete(round_, now_s), round_.traces)
         if round_.reply_to:
             self._outlet.send(round_.reply_to, self._reporter.status(snapshots))
             return
@@ -217,16 +221,17 @@ class Hub:
         if silent:
             alive = self._reachable({node.address for node in silent if node.address})
             for node in silent:
-                reachable = not node.address or node.address in alive
-                found |= self._unanswered(node, reachable, found)
+                may_be_dead = node.address and not self._is_heard(node.index, now_s)
+                gone = may_be_dead and node.address not in alive
+                found |= self._unanswered(node, bool(gone), found)
         return [found[rank] for rank in sorted(found)]
 
     def _unanswered(
-        self, node: Node, reachable: bool, found: Collection[int]
+        self, node: Node, gone: bool, found: Collection[int]
     ) -> dict[int, RankSnapshot]:
         self._reporter.event_once("observer_agent_silent", node=node.index, host=node.host)
         ranks = [rank for rank in node.ranks if rank not in found]
-        if not reachable:
+        if gone:
             unreachable = ProcessState.UNREACHABLE
             return {r: RankSnapshot(r, host=node.host, state=unreachable) for r in ranks}
         why = "the observer agent of its machine does not answer"

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import json
 import os
+import shutil
 import signal
 import time
 from typing import Any, Final
@@ -151,6 +152,8 @@ class Member:
         if triage.has_ended(self.pidfd):
             self.exit_code = triage.exit_code(self.pidfd, self.contact.pid)
             self.ended_s = self._time_of_end(now_s)
+            if self.contact.trace_socket:  # what it could not remove when it was killed
+                shutil.rmtree(os.path.dirname(self.contact.trace_socket), ignore_errors=True)
         self._alive_s = now_s
 
     def _time_of_end(self, now_s: float) -> float:

@@ -6,7 +6,7 @@ import errno
 import select
 import socket
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Final
 
 PORTS: Final = (22, 9)
@@ -14,13 +14,15 @@ PORTS: Final = (22, 9)
 REACH_S: Final = 0.3
 
 
-def reachable(addresses: Collection[str], timeout_s: float = REACH_S) -> set[str]:
+def reachable(
+    addresses: Collection[str], *, ports: Sequence[int] = PORTS, timeout_s: float = REACH_S
+) -> set[str]:
     """Return the addresses whose machine answers within the timeout; all are asked at once."""
     found: set[str] = set()
     waiting: dict[int, tuple[socket.socket, str]] = {}
     poller = select.poll()
     for address in addresses:
-        for port in PORTS:
+        for port in ports:
             probe = _connect(address, port, found)
             if probe is not None:
                 waiting[probe.fileno()] = (probe, address)

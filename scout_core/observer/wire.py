@@ -85,6 +85,11 @@ class HubSocket:
             if len(frames) == 2:
                 yield frames[0].decode("ascii", "replace"), _decode(frames[1])
 
+    def close(self) -> None:
+        """Close both sockets; what is still queued is sent for a moment."""
+        for each in self.sockets:
+            each.close()
+
     def _open_the_gate(self) -> None:
         """Answer libzmq's authentication requests (ZMQ RFC 27)."""
         for frames in _arrived(self._gate):
@@ -124,6 +129,10 @@ class Link:
         """Yield what has arrived."""
         for frames in _arrived(self.socket):
             yield _decode(frames[-1])
+
+    def close(self) -> None:
+        """Disconnect; what is still queued is sent for a moment."""
+        self.socket.close()
 
 
 def pack(snapshot: RankSnapshot) -> Message:
