@@ -30,9 +30,9 @@ NOISES: tuple[tuple[NoiseKind, float], ...] = (
     ("wander", 0.01),
 )
 SLOWDOWNS = (0.05, 0.10, 0.20, 0.50, 1.00)
-CHECKS = {3: 60_000, 4: 60_000, 8: 40_000, 16: 30_000, 64: 15_000}
-CHECKS_OF_SIMPLE_RULES = 3_000
-TRIALS = 200
+CHECKS = {3: 40_000, 4: 40_000, 8: 30_000, 16: 15_000, 64: 6_000}
+CHECKS_OF_SIMPLE_RULES = 2_000
+TRIALS = 100
 DOCS = pathlib.Path(__file__).parents[1] / "docs"
 BEGIN, END = "<!-- begin: benchmarks.straggler -->", "<!-- end: benchmarks.straggler -->"
 

@@ -5,6 +5,7 @@ Everything is seeded numpy; no process, no clock. The rules are the product's ow
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -124,14 +125,10 @@ def measure(
     Raises:
         ScoutError: fewer than 3 peers, no check or trial, or a slow-down that is not positive.
     """
-    if peers < 3 or checks < 1 or trials < 1 or not all(s > 0 for s in slowdowns):
-        raise ScoutError(
-            f"simulation with {peers} peers, {checks} checks, {trials} trials, slow-downs "
-            f"{list(slowdowns)}: at least 3 peers, 1 check, 1 trial and positive slow-downs"
-        )
+    _refuse(peers, checks, trials, slowdowns)
     rng = np.random.default_rng(seed)
     judge = _judge(rule, StragglerRule())
-    verdicts = [judge(times) for times in noise.checks(checks, peers, rng)]
+    statuses = Counter(judge(times).status for times in noise.checks(checks, peers, rng))
     found, innocent = {}, 0
     for slowdown in slowdowns:
         latencies, wrong = _trials(rule, peers, noise, slowdown, trials, rng)
@@ -143,11 +140,19 @@ def measure(
         noise.kind,
         noise.scatter,
         checks,
-        sum(v.status is Status.ATTRIBUTED for v in verdicts) / checks,
-        sum(v.status is Status.INCONCLUSIVE for v in verdicts) / checks,
+        statuses[Status.ATTRIBUTED] / checks,
+        statuses[Status.INCONCLUSIVE] / checks,
         found,
         innocent / (trials * max(1, len(slowdowns))),
     )
+
+
+def _refuse(peers: int, checks: int, trials: int, slowdowns: tuple[float, ...]) -> None:
+    if peers < 3 or checks < 1 or trials < 1 or not all(s > 0 for s in slowdowns):
+        raise ScoutError(
+            f"simulation with {peers} peers, {checks} checks, {trials} trials, slow-downs "
+            f"{list(slowdowns)}: at least 3 peers, 1 check, 1 trial and positive slow-downs"
+        )
 
 
 def _trials(
