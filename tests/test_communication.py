@@ -139,6 +139,21 @@ def test_a_restart_changes_nothing(split: int) -> None:
     assert run(split)[-1][1] == {("machine", 9, "host-2")}
 
 
+@pytest.mark.parametrize("slow", [(0,), (0, 1)])
+def test_groups_that_nothing_can_judge_are_no_evidence(slow: tuple[int, ...]) -> None:
+    """Two siblings, or two slow of four, before there is a history to compare with."""
+    topology = Topology.from_degrees(d=2 * len(slow), s=2, order="sd", hosts=1)
+    rule = CommunicationRule(topology)
+    for _ in range(8):
+        timings = [
+            GroupTiming(ranks, "s", dict.fromkeys(ranks, 0.02 if ranks[0] in slow else 0.01))
+            for ranks in topology.axis_groups("s")
+        ]
+        check = rule.update(timings)
+    assert {o.slow for o in check.observations} == {None}
+    assert check.diagnosis.healthy
+
+
 def test_groups_inside_and_across_machines_are_no_siblings() -> None:
     topology = Topology.from_degrees(
         s=2, t=6, order="ts", hosts=["a", "a", "b", "b", "c", "c", "d", "d", "e", "f", "g", "h"]

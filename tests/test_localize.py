@@ -193,7 +193,7 @@ def test_a_group_in_which_a_member_did_not_report_is_ignored(ranks: tuple[int, .
     slow = len(ranks) < 2 or None
     diagnosis = localize(PAPER, [(ranks, "fsdp", slow), ((4, 12), "tp", True)])
     assert named(diagnosis) == {("link", None, "host-4")}
-    assert diagnosis.ignored[0].why == "a member did not report"
+    assert diagnosis.ignored[0].why.startswith("a member did not report")
 
 
 def test_part_of_an_axis_group_is_a_group_with_a_missing_member() -> None:

@@ -100,6 +100,11 @@ class SlowdownRule:
             baseline.learn(round(value, 6))
         return _reading(baseline)
 
+    def knows(self, key: str) -> bool:
+        """Tell whether the reference of a key is long enough to judge by."""
+        baseline = self._baselines.get(key)
+        return baseline is not None and len(baseline.reference) >= LEARNING
+
     def forget(self, key: str) -> None:
         """Learn the reference of a key anew, after a change that is known and wanted."""
         self._baselines.pop(key, None)

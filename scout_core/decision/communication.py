@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from scout_core.decision.baseline import SlowdownRule
+from scout_core.decision.consensus import Status
 from scout_core.decision.evidence import is_healthy_duration
 from scout_core.decision.localize import Diagnosis, localize
 from scout_core.decision.observed_groups import Observation
@@ -55,6 +56,18 @@ class _Key(NamedTuple):
     ranks: tuple[int, ...]
 
 
+@dataclass
+class _Judged:
+    """What the groups of one round were found to be; the rest is not slow."""
+
+    slow: dict[_Key, float] = field(default_factory=dict)
+    """With how many times the usual duration they take."""
+    maybe: set[_Key] = field(default_factory=set)
+    """May yet turn out slow."""
+    unknown: set[_Key] = field(default_factory=set)
+    """A member did not report, or neither siblings nor history can tell."""
+
+
 class CommunicationRule:
     """Find slow groups over successive checks and explain them.
 
@@ -87,12 +100,12 @@ class CommunicationRule:
             _Key(timing.kind, tuple(sorted(timing.ranks))): _group_seconds(timing)
             for timing in timings
         }
-        slowdowns, maybe = self._judge(reported)
+        judged = self._judge(reported)
         observations = tuple(
-            Observation(key.ranks, key.kind, None if seconds is None else key in slowdowns)
-            for key, seconds in reported.items()
+            Observation(key.ranks, key.kind, None if key in judged.unknown else key in judged.slow)
+            for key in reported
         )
-        settled = self._settle(frozenset(slowdowns), maybe)
+        settled = self._settle(frozenset(judged.slow), judged.maybe)
         diagnosis = Diagnosis(())
         if settled:
             diagnosis = localize(
@@ -101,7 +114,7 @@ class CommunicationRule:
                 compute_stragglers=compute_stragglers,
                 resources=resources,
             )
-        factors = {key.ranks: factor for key, factor in slowdowns.items()}
+        factors = {key.ranks: factor for key, factor in judged.slow.items()}
         return CommunicationCheck(diagnosis, settled, observations, factors)
 
     def state(self) -> dict[str, Any]:
@@ -156,36 +169,38 @@ class CommunicationRule:
         waiting = any(not touched.isdisjoint(key.ranks) for key in maybe)
         return self._unchanged > PATIENCE_CHECKS or (self._unchanged > 0 and not waiting)
 
-    def _judge(self, reported: Mapping[_Key, float | None]) -> tuple[dict[_Key, float], set[_Key]]:
-        """Slow groups with their slow-down, and groups that may yet turn out slow."""
+    def _judge(self, reported: Mapping[_Key, float | None]) -> _Judged:
+        judged = _Judged()
         siblings: dict[str, dict[_Key, float]] = defaultdict(dict)
-        slow: dict[_Key, float] = {}
-        maybe: set[_Key] = set()
         for key, seconds in reported.items():
             if seconds is None:
+                judged.unknown.add(key)
                 continue
             siblings[self._class_of(key)][key] = seconds
-            trend = self._history.update(f"{key.kind} {key.ranks}", seconds)
+            trend = self._history.update(str(key), seconds)
             if trend.slow:
-                slow[key] = trend.factor
+                judged.slow[key] = trend.factor
             elif trend.checks >= RISING_CHECKS:
-                maybe.add(key)
+                judged.maybe.add(key)
         for name, group_seconds in siblings.items():
             if len(group_seconds) >= MIN_PEERS:
-                outliers, suspects = self._compare(name, group_seconds)
-                slow |= outliers
-                maybe |= suspects
-        return slow, maybe - slow.keys()
+                self._compare(name, group_seconds, judged)
+            else:
+                judged.unknown |= {k for k in group_seconds if not self._history.knows(str(k))}
+        judged.maybe -= judged.slow.keys()
+        judged.unknown -= judged.slow.keys()
+        return judged
 
-    def _compare(
-        self, name: str, seconds: Mapping[_Key, float]
-    ) -> tuple[dict[_Key, float], set[_Key]]:
+    def _compare(self, name: str, seconds: Mapping[_Key, float], judged: _Judged) -> None:
         groups = {self._numbers.setdefault(key, len(self._numbers)): key for key in seconds}
         times = {number: seconds[key] for number, key in groups.items()}
-        outliers = self._siblings.update(name, times).outliers
-        factors = self._siblings.slowdowns(name) if outliers else {}
-        suspects = {groups[number] for number in self._siblings.suspects(name)}
-        return {groups[number]: factors[number] for number in sorted(outliers)}, suspects
+        verdict = self._siblings.update(name, times)
+        suspects = self._siblings.suspects(name)
+        if verdict.status is Status.INCONCLUSIVE and not suspects:
+            judged.unknown |= seconds.keys()
+        judged.maybe |= {groups[number] for number in suspects}
+        factors = self._siblings.slowdowns(name) if verdict.outliers else {}
+        judged.slow |= {groups[number]: factors[number] for number in sorted(verdict.outliers)}
 
     def _class_of(self, key: _Key) -> str:
         hosts = self._topology.hosts

@@ -18,6 +18,9 @@ KINDS = {"dp": "d", "ddp": "d", "fsdp": "s", "tp": "t", "pp": "p", "cp": "c", "e
 PAIRWISE = "p"  # pipeline neighbours talk in pairs, which are no whole axis group
 INSIDE = "t"  # the kind that is inside one machine where hosts are unknown
 
+INCOMPLETE = "a member did not report"
+NOT_JUDGED = "a member did not report, or nothing can tell whether it was slow"
+
 Ranks = npt.NDArray[np.int64]
 
 
@@ -29,7 +32,7 @@ class Observation(NamedTuple):
     kind: str
     """Axis letter of "dstpce", or "ddp", "dp", "fsdp", "tp", "pp", "cp", "ep"."""
     slow: bool | None
-    """None when a member did not report: then the group is no evidence."""
+    """None when a member did not report or nothing can tell: then the group is no evidence."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +130,7 @@ def observe(topology: Topology, observations: Iterable[Any]) -> Observed:
     for observation, complete in zip(read, _whole(topology, read), strict=True):
         ranks, kind, slow = observation
         if slow is None or not complete:
-            ignored.append((observation, "a member did not report"))
+            ignored.append((observation, NOT_JUDGED if slow is None else INCOMPLETE))
         elif len(ranks) == 1:
             ignored.append((observation, "a group of 1 does not communicate"))
         elif seen.setdefault((ranks, kind), observation) != observation:
