@@ -31,7 +31,11 @@ ELEMENTWISE = (
 
 
 class OptimizerRecorder:
-    """Copies one slice just before the next `optimizer.step()`, once, and removes itself."""
+    """Copies one slice just before the next `optimizer.step()`, once.
+
+    It stays installed until it is closed: torch iterates over the live table of hooks, which must
+    not change meanwhile.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer, round_: int, max_elements: int) -> None:
         """Arm the recorder.
@@ -42,6 +46,7 @@ class OptimizerRecorder:
         """
         self.arguments: Arguments | None = None
         self.error: Exception | None = None
+        self._seen = False
         self._optimizer = optimizer
         self._round = round_
         self._max_elements = max_elements
@@ -55,11 +60,13 @@ class OptimizerRecorder:
             self._undo = None
 
     def _on_step(self) -> None:
+        if self._seen:
+            return
+        self._seen = True
         try:
             self.arguments = slice_of(self._optimizer, self._round, self._max_elements)
         except Exception as error:  # noqa: BLE001 -- guard: a hook of SCOUT never raises
             self.error = error
-        self.close()
 
 
 def slice_of(optimizer: torch.optim.Optimizer, round_: int, max_elements: int) -> Arguments | None:

@@ -23,6 +23,7 @@ from scout_core.evidence.clock import Clock, Timing
 from scout_core.evidence.folding import signature_of
 from scout_core.evidence.isolate import LeafMaker, Materialised, isolated
 from scout_core.evidence.rng import RngState
+from scout_core.evidence.sent import Sent
 from scout_core.evidence.stand_in import stand_in
 from scout_core.evidence.trace import Tracer
 
@@ -112,7 +113,8 @@ def trace(
     with _prepared(module, inputs, device, Replayed()) as leaves:
         tracer = Tracer(module, layout, apart)
         call = _call(module, inputs, device, leaves, tracer.output)
-        _timed(call, inputs.modes, device)
+        with Sent(tracer.sent):
+            _timed(call, inputs.modes, device)
         return tracer.trace
 
 

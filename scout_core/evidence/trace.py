@@ -8,7 +8,9 @@ traced, so the hooks that are added here are gone with its private hook tables.
 A tensor- or expert-parallel submodule is called as args -> conversion -> in -> forward -> out ->
 conversion -> result. Conversions communicate, so "in" and "result" may hold values of another rank;
 the gradients pass the other way, so those at "out" and "args" may. Without a conversion there are
-only "in" and "out", and all of it is the rank's own work.
+only "in" and "out", and all of it is the rank's own work. A submodule that communicates inside of
+its forward makes its partners wrong at the same edge; what each put into the collective ("sent")
+comes before that edge.
 """
 
 from __future__ import annotations
@@ -58,6 +60,10 @@ class Tracer:
     def output(self, tensors: list[torch.Tensor]) -> None:
         """Record the output of the module itself."""
         self._pass(_Edge("out", True, True, self._layout), tensors)
+
+    def sent(self, tensors: list[torch.Tensor]) -> None:
+        """Record what this rank puts into a collective: it is its own, right or wrong."""
+        self._add("sent", True, self._layout, tensors)
 
     def _watch(self, name: str, child: nn.Module, inside: LayoutName) -> None:
         """Record what passes the edges of a submodule; see Note [Edges]."""
