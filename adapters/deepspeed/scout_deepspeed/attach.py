@@ -11,10 +11,10 @@ from scout_core.errors import ScoutError
 from scout_core.integration import enable
 from scout_core.integration.models import Patterns
 from scout_core.integration.session import Session
+from scout_core.integration.wrapping import wrap_method
 from scout_deepspeed.block import Block
 from scout_deepspeed.framework import DeepSpeed
 from scout_deepspeed.monitor import report_to
-from scout_deepspeed.wrapping import wrap_method
 
 
 def attach(engine: Any, block: Block) -> Session:

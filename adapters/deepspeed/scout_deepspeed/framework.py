@@ -22,10 +22,10 @@ from scout_core.evidence.isolate import Materialised
 from scout_core.evidence.rng import RngState, get_rng, set_rng
 from scout_core.integration.framework import FrameworkBase, Site, StateUnit
 from scout_core.integration.models import Patterns, find_sites, path_class
+from scout_core.integration.wrapping import wrap_method
 from scout_deepspeed import zero3
 from scout_deepspeed.addresses import gather_places, place_of, topology_of
 from scout_deepspeed.masters import master_pairs
-from scout_deepspeed.wrapping import wrap_method
 
 _TRACKED = "tracked."  # prefix of DeepSpeed's own generators, for model-parallel dropout
 
