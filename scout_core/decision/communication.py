@@ -56,6 +56,14 @@ class _Key(NamedTuple):
     ranks: tuple[int, ...]
 
 
+class _Known(NamedTuple):
+    """What is said of a group again and again."""
+
+    number: int  # in the sibling rule
+    siblings: str  # name of the set of groups it is compared with
+    history: str  # key of its own baseline
+
+
 @dataclass
 class _Judged:
     """What the groups of one round were found to be; the rest is not slow."""
@@ -80,7 +88,7 @@ class CommunicationRule:
         self._topology = topology
         self._siblings = StragglerRule(kappa)
         self._history = SlowdownRule()
-        self._numbers: dict[_Key, int] = {}
+        self._known: dict[_Key, _Known] = {}
         self._slow: frozenset[_Key] = frozenset()
         self._unchanged = 0
 
@@ -123,7 +131,7 @@ class CommunicationRule:
             "schema": STATE_SCHEMA,
             "siblings": self._siblings.state(),
             "history": self._history.state(),
-            "numbers": [[kind, list(ranks)] for kind, ranks in self._numbers],
+            "groups": [[kind, list(ranks)] for kind, ranks in self._known],
             "slow": sorted([kind, list(ranks)] for kind, ranks in self._slow),
             "unchanged": self._unchanged,
         }
@@ -146,7 +154,8 @@ class CommunicationRule:
         try:
             rule._siblings = StragglerRule.from_state(state["siblings"], kappa)
             rule._history = SlowdownRule.from_state(state["history"])
-            rule._numbers = {key: i for i, key in enumerate(map(_key, state["numbers"]))}
+            for plain in state["groups"]:
+                rule._know(_key(plain))
             rule._slow = frozenset(map(_key, state["slow"]))
             rule._unchanged = int(state["unchanged"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -176,8 +185,9 @@ class CommunicationRule:
             if seconds is None:
                 judged.unknown.add(key)
                 continue
-            siblings[self._class_of(key)][key] = seconds
-            trend = self._history.update(str(key), seconds)
+            known = self._know(key)
+            siblings[known.siblings][key] = seconds
+            trend = self._history.update(known.history, seconds)
             if trend.slow:
                 judged.slow[key] = trend.factor
             elif trend.checks >= RISING_CHECKS:
@@ -186,13 +196,15 @@ class CommunicationRule:
             if len(group_seconds) >= MIN_PEERS:
                 self._compare(name, group_seconds, judged)
             else:
-                judged.unknown |= {k for k in group_seconds if not self._history.knows(str(k))}
+                judged.unknown |= {
+                    key for key in group_seconds if not self._history.knows(self._know(key).history)
+                }
         judged.maybe -= judged.slow.keys()
         judged.unknown -= judged.slow.keys()
         return judged
 
     def _compare(self, name: str, seconds: Mapping[_Key, float], judged: _Judged) -> None:
-        groups = {self._numbers.setdefault(key, len(self._numbers)): key for key in seconds}
+        groups = {self._know(key).number: key for key in seconds}
         times = {number: seconds[key] for number, key in groups.items()}
         verdict = self._siblings.update(name, times)
         suspects = self._siblings.suspects(name)
@@ -202,10 +214,14 @@ class CommunicationRule:
         factors = self._siblings.slowdowns(name) if verdict.outliers else {}
         judged.slow |= {groups[number]: factors[number] for number in sorted(verdict.outliers)}
 
-    def _class_of(self, key: _Key) -> str:
-        hosts = self._topology.hosts
-        places = len({hosts[rank] for rank in key.ranks if 0 <= rank < len(hosts)})
-        return f"{key.kind} of {len(key.ranks)} ranks on {places} hosts"
+    def _know(self, key: _Key) -> _Known:
+        known = self._known.get(key)
+        if known is None:
+            hosts = self._topology.hosts
+            places = len({hosts[rank] for rank in key.ranks if 0 <= rank < len(hosts)})
+            siblings = f"{key.kind} of {len(key.ranks)} ranks on {places} hosts"
+            known = self._known[key] = _Known(len(self._known), siblings, f"{key.kind} {key.ranks}")
+        return known
 
 
 def late_member(seconds: Mapping[int, float]) -> int | None:
