@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import datetime
 import json
 import os
@@ -125,6 +126,21 @@ def test_a_rank_that_stops_before_its_first_collective_is_named_from_full_rings(
     stopped = run_until_stopped(Job(2, 2, 1), [Fault(3, Side.CPU, 1)])
     dumps = nccl_dumps(stopped, random.Random(0), history="ring", ring=2000)
     assert verdict(named(dumps)).culprits == (3,)
+
+
+@few
+@given(seeds)
+def test_a_device_that_never_begins_is_named_where_starts_are_recorded(seed: int) -> None:
+    rng = random.Random(seed)
+    job = Job(tensor=4, data=1, stages=1)
+    faults = [Fault(rank, Side.CPU, 9) for rank in range(4)]
+    stopped = dataclasses.replace(run_until_stopped(job, faults), completed=[8] * 4)
+    dumps = nccl_dumps(stopped, rng, history=rng.choice(["pending", "ring"]))
+    odd = rng.randrange(4)
+    for rank, dump in dumps.items():
+        dump["entries"][-1]["state"] = "scheduled" if rank == odd else "started"
+    diagnosis = verdict(named(dumps))
+    assert (diagnosis.culprits, diagnosis.kind) == ((odd,), HangKind.GPU_STUCK)
 
 
 def test_entries_in_any_order_are_read_alike() -> None:

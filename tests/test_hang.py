@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -25,6 +26,7 @@ from scout_core.decision.hang import (
     diagnose,
     to_incident,
 )
+from scout_core.decision.hang_diagnosis import RULES
 from scout_core.decision.incident import Action, Kind
 from scout_core.decision.topology import Topology
 from scout_core.errors import ScoutError
@@ -681,6 +683,15 @@ def test_the_same_verdict_has_the_same_id_on_every_observer() -> None:
     snapshots = all_but(idle(1, range(4)), 4)
     again = [replace(s, phase_age_s=40.0) for s in reversed(snapshots)]
     assert to_incident(diagnose(snapshots)).id == to_incident(diagnose(again)).id
+
+
+def test_every_reason_is_explained_to_operators() -> None:
+    page = (pathlib.Path(__file__).parents[1] / "docs" / "operations.md").read_text()
+    for kind, rule in RULES.items():
+        section = page.partition(f"### {rule.reason}\n")[2].partition("\n### ")[0]
+        for part in ("**Meaning.**", "**Typical causes.**", "**To do.**"):
+            assert part in section, f"{kind.value}: {rule.reason} lacks {part}"
+    assert set(RULES) == set(HangKind) - {HangKind.NONE}
 
 
 def test_no_hang_is_no_incident() -> None:

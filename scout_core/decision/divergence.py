@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from scout_core.decision.consensus import Status, exact
 from scout_core.decision.evidence import Fingerprint, Missing
-from scout_core.decision.snapshots import Channel, Operation, OperationState
-from scout_core.decision.views import GroupView, PairView, find_operation, oldest_outstanding
+from scout_core.decision.snapshots import Operation, OperationState
+from scout_core.decision.views import GroupView, PairView, find_operation
 
 
 class Camp(NamedTuple):
@@ -59,8 +59,7 @@ def describe(operation: Operation | None) -> str:
 
 
 def _in_operations(view: GroupView) -> Divergence | None:
-    outstanding = [oldest_outstanding(state) for state in view.states.values()]
-    last = max((number for number in outstanding if number is not None), default=None)
+    last = max(view.pending.values(), default=None)
     if last is None:
         return None
     entered: dict[int, dict[int, Operation]] = defaultdict(dict)
@@ -120,7 +119,7 @@ def _in_membership(views: Sequence[GroupView]) -> Divergence | None:
         for side in (view, own[rank])
     }
     involved = [view for view in views if id(view) in disputed]
-    if not any(oldest_outstanding(s) is not None for v in involved for s in v.states.values()):
+    if not any(view.pending for view in involved):
         return None
     members = sorted({rank for view in involved for rank in view.ranks})
     mine = {rank: own[rank] for rank in members if rank in own}
@@ -139,21 +138,19 @@ def _same_name(groups: Iterable[GroupView]) -> list[list[GroupView]]:
 
 def _in_pair(view: PairView) -> Divergence | None:
     """Send and receive under one number that do not fit: another size, dtype or tag."""
-    if len(view.ends) < 2:
+    if len(view.pending) < 2:
         return None
-    first, second = (view.ends[rank] for rank in view.ranks)
-    for one, other in _counterparts(first, second):
+    for one, other in _counterparts(view):
         if one.arguments and other.arguments and one.arguments != other.arguments:
             by_rank = dict(zip(view.ranks, (one, other), strict=True))
             return _divergence(view, one.sequence, by_rank, view.ranks)
     return None
 
 
-def _counterparts(sender: Channel, receiver: Channel) -> list[tuple[Operation, Operation]]:
+def _counterparts(view: PairView) -> list[tuple[Operation, Operation]]:
     """Outstanding sends and receives that meet; by order where there are no shared numbers."""
-    ours, theirs = oldest_outstanding(sender), oldest_outstanding(receiver)
-    if ours is None or theirs is None:
-        return []
+    sender, receiver = (view.ends[rank] for rank in view.ranks)
+    ours, theirs = (view.pending[rank] for rank in view.ranks)
     if sender.enqueued is None or receiver.enqueued is None:
         heads = (
             find_operation(sender.operations, ours),

@@ -31,6 +31,8 @@ class GroupView:
     members_known: bool = True
     counter: str = ""
     states: dict[int, GroupState] = field(default_factory=dict)
+    pending: dict[int, int] = field(default_factory=dict)
+    """Waiting rank -> number of its oldest outstanding operation."""
 
     @property
     def key(self) -> str:
@@ -56,6 +58,8 @@ class PairView:
     ranks: tuple[int, int]
     """Sender, receiver."""
     ends: dict[int, Channel] = field(default_factory=dict)
+    pending: dict[int, int] = field(default_factory=dict)
+    """End -> number of its oldest outstanding operation."""
 
     @property
     def key(self) -> str:
@@ -87,6 +91,7 @@ def group_views(snapshots: Collection[RankSnapshot]) -> list[GroupView]:
                 view = GroupView(state.name, state.ranks, counter=state.counter)
                 views.append(view)
             view.states[snapshot.rank] = state
+            _note_pending(view, snapshot.rank, state)
             view.description = view.description or state.description
             view.backend = view.backend or state.backend
             view.members_known = view.members_known and state.members_known
@@ -103,13 +108,16 @@ def pair_views(snapshots: Collection[RankSnapshot]) -> list[PairView]:
             key = (channel.counter, channel.group, *pair)
             view = found.setdefault(key, PairView(channel.group, pair))
             view.ends[snapshot.rank] = channel
+            _note_pending(view, snapshot.rank, channel)
     return list(found.values())
 
 
 def oldest_outstanding(state: GroupState | Channel) -> int | None:
     """Return the number of the first operation that was entered and is not complete."""
-    done = {op.sequence for op in state.operations if op.state is OperationState.COMPLETED}
     if state.completed is not None and state.enqueued is not None:
+        if state.completed >= state.enqueued:
+            return None
+        done = {op.sequence for op in state.operations if op.state is OperationState.COMPLETED}
         sequence = state.completed + 1
         while sequence in done:
             sequence += 1
@@ -118,9 +126,15 @@ def oldest_outstanding(state: GroupState | Channel) -> int | None:
     pending = (
         op.sequence
         for op in state.operations
-        if op.sequence not in done and (floor is None or op.sequence > floor)
+        if op.state is not OperationState.COMPLETED and (floor is None or op.sequence > floor)
     )
     return min(pending, default=None)
+
+
+def _note_pending(view: GroupView | PairView, rank: int, state: GroupState | Channel) -> None:
+    oldest = oldest_outstanding(state)
+    if oldest is not None:
+        view.pending[rank] = oldest
 
 
 def furthest_completed(view: GroupView) -> int | None:
@@ -136,22 +150,21 @@ def overtaken(view: GroupView) -> dict[int, Operation | None]:
     operation is known, and the rank may just be held up by something else.
     """
     reached = furthest_completed(view)
-    behind: dict[int, Operation | None] = {}
-    if reached is None:
-        return behind
+    late = {r: n for r, n in view.pending.items() if reached is not None and n <= reached}
+    if reached is None or not late:
+        return {}
     names = _names(view)
-    for rank, state in view.states.items():
-        oldest = oldest_outstanding(state)
-        if oldest is not None and oldest <= reached:
-            proofs = (
-                op
-                for op in state.operations
-                if oldest <= op.sequence <= reached
-                and op.state is not OperationState.COMPLETED
-                and needs_every_member(op.name)
-                and names[op.sequence] == {op.name}
-            )
-            behind[rank] = next(proofs, None)
+    behind: dict[int, Operation | None] = {}
+    for rank, oldest in late.items():
+        proofs = (
+            op
+            for op in view.states[rank].operations
+            if oldest <= op.sequence <= reached
+            and op.state is not OperationState.COMPLETED
+            and needs_every_member(op.name)
+            and names[op.sequence] == {op.name}
+        )
+        behind[rank] = next(proofs, None)
     return behind
 
 
@@ -182,11 +195,12 @@ def held_by_device(groups: Collection[GroupView], pairs: Collection[PairView]) -
             held.update(overtaken(view))
             held.update(_not_begun(view))
     for pair in pairs:
-        for rank, channel in pair.ends.items():
-            oldest, other = oldest_outstanding(channel), pair.ends.get(channel.peer)
+        for rank, oldest in pair.pending.items():
+            channel = pair.ends[rank]
+            other = pair.ends.get(channel.peer)
             done = None if other is None else other.completed
-            if on_device(channel.backend) and oldest is not None and done is not None:
-                held.update({rank} if oldest <= done else ())
+            if on_device(channel.backend) and done is not None and oldest <= done:
+                held.add(rank)
     return held
 
 
@@ -197,10 +211,8 @@ def _not_begun(view: GroupView) -> list[int]:
         return []
     return [
         rank
-        for rank, state in view.states.items()
-        if state.started is not None
-        and (oldest := oldest_outstanding(state)) is not None
-        and state.started < oldest <= begun
+        for rank, oldest in view.pending.items()
+        if (started := view.states[rank].started) is not None and started < oldest <= begun
     ]
 
 

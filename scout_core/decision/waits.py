@@ -27,7 +27,6 @@ from scout_core.decision.views import (
     furthest_completed,
     furthest_started,
     least_entered,
-    oldest_outstanding,
 )
 
 GONE = frozenset({ProcessState.DEAD, ProcessState.STOPPED, ProcessState.UNREACHABLE})
@@ -113,16 +112,15 @@ def _add_group(
 ) -> None:
     if len(view.ranks) < 2 and view.members_known:
         return  # a group of one waits for nobody
-    waiting = [(r, oldest_outstanding(s)) for r, s in view.states.items() if r not in released]
-    if all(sequence is None for _, sequence in waiting):
+    waiting = [(rank, number) for rank, number in view.pending.items() if rank not in released]
+    if not waiting:
         return
     members = _Members(graph, seen, view)
     for rank, sequence in waiting:
-        if sequence is not None:
-            kind, targets = members.held_up_by(rank, sequence)
-            if kind is not None:
-                operation = view.operation(rank, sequence)
-                _add(graph, Wait(rank, view, sequence, kind, operation, tuple(targets)))
+        kind, targets = members.held_up_by(rank, sequence)
+        if kind is not None:
+            operation = view.operation(rank, sequence)
+            _add(graph, Wait(rank, view, sequence, kind, operation, tuple(targets)))
 
 
 class _Members:
@@ -202,12 +200,11 @@ def _add_pair(
     view: PairView,
     released: frozenset[int],
 ) -> None:
-    for rank, channel in view.ends.items():
-        sequence = oldest_outstanding(channel)
-        if rank in released or sequence is None:
+    for rank, sequence in view.pending.items():
+        if rank in released:
             continue
-        other = view.ends.get(channel.peer)
-        kind = _pair_kind(channel, sequence, other, seen.get(channel.peer))
+        channel = view.ends[rank]
+        kind = _pair_kind(view, channel, sequence, seen.get(channel.peer))
         if kind is not None:
             hidden = kind is WaitKind.UNSEEN
             peer = unseen_node(graph, channel.peer) if hidden else graph.node_of[channel.peer]
@@ -216,16 +213,17 @@ def _add_pair(
 
 
 def _pair_kind(
-    channel: Channel, sequence: int, other: Channel | None, peer: RankSnapshot | None
+    view: PairView, channel: Channel, sequence: int, peer: RankSnapshot | None
 ) -> WaitKind | None:
     """Why a send or receive does not complete; None when the other end has completed it."""
     if peer is None:
         return WaitKind.UNSEEN
+    other = view.ends.get(channel.peer)
     if other is None or other.enqueued is None or channel.enqueued is None:
         if channel.counter in peer.complete or peer.state in GONE:
             return WaitKind.ABSENT if other is None else WaitKind.UNCERTAIN
-        shown = other is not None and oldest_outstanding(other) is not None
-        return WaitKind.UNSEEN if peer.truncated and not shown else WaitKind.UNCERTAIN
+        lost = peer.truncated and channel.peer not in view.pending
+        return WaitKind.UNSEEN if lost else WaitKind.UNCERTAIN
     if other.enqueued < sequence:
         return WaitKind.ABSENT
     done = other.completed is not None and other.completed >= sequence

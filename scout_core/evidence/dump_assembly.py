@@ -167,12 +167,13 @@ def _group_state(ring: _Ring, name: str, fact: GroupFacts) -> GroupState:
     last_call = _last_completed_call(status, fact)
     operations = _operations(collectives, last_call, ring.dump)
     enqueued = _enqueued(entries, status, fact, ring)
+    completed = _completed(operations, enqueued, status, fact, ring.complete)
     return GroupState(
         name=name,
         ranks=ring.dump.members.get(name, fact.ranks),
         enqueued=enqueued,
-        completed=_completed(operations, enqueued, status, fact, ring.complete),
-        started=_started(operations, enqueued) if fact.starts_seen else None,
+        completed=completed,
+        started=_started(operations, enqueued, completed) if fact.starts_seen else None,
         operations=operations,
         description=_description(ring, name, entries),
         backend=fact.backend,
@@ -243,8 +244,16 @@ def _completed(
     return first - 1 if complete or any(number < first for number in done) else None
 
 
-def _started(operations: Sequence[Operation], enqueued: int | None) -> int | None:
-    waiting = [op.sequence for op in operations if op.state is OperationState.SCHEDULED]
+def _started(
+    operations: Sequence[Operation], enqueued: int | None, completed: int | None
+) -> int | None:
+    """None when not every outstanding operation is shown."""
+    if enqueued is None or completed is None:
+        return None
+    outstanding = [op for op in operations if op.sequence > completed]
+    if len(outstanding) < enqueued - completed:
+        return None
+    waiting = [op.sequence for op in outstanding if op.state is OperationState.SCHEDULED]
     return min(waiting) - 1 if waiting else enqueued
 
 
