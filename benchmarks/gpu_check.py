@@ -158,7 +158,7 @@ def a_changed_weight_changes_the_replay() -> str:
     if first.theta == second.theta:
         raise AssertionError("the parameters' signature did not change")
     changed = [k for k, v in first.outputs[0].items() if second.outputs[0][k] != v]
-    return f"parameters and {', '.join(changed)} changed"
+    return f"parameters changed, and {', '.join(changed) or 'no result'}"
 
 
 def optimizer_updates_replay() -> str:
