@@ -165,6 +165,36 @@ def test_pair_numbers_are_shared_only_where_nobody_else_is_in_between() -> None:
         assert all((channel.enqueued is not None) == shared for channel in inner)
 
 
+def test_a_batch_is_complete_when_its_common_entry_is() -> None:
+    def entry(record: int, name: str, state: str) -> dict[str, Any]:
+        return {
+            "record_id": record,
+            "pg_id": 0,
+            "process_group": ("7", "PP"),
+            "collective_seq_id": 0,
+            "p2p_seq_id": 1,
+            "profiling_name": f"nccl:{name}",
+            "state": state,
+            "is_p2p": True,
+        }
+
+    config = {"7": {"desc": "PP", "ranks": "[0, 1]"}}
+    for state, kind in (("completed", HangKind.NONE), ("scheduled", HangKind.GROUP_STALL)):
+        dumps = {
+            str(rank): {
+                "rank": rank,
+                "pg_config": config,
+                "entries": [
+                    entry(0, f"send {rank}->{1 - rank}", "scheduled"),
+                    entry(1, f"recv {rank}<-{1 - rank}", "scheduled"),
+                    entry(2, "coalesced", state),
+                ],
+            }
+            for rank in (0, 1)
+        }
+        assert verdict(dumps).kind is kind
+
+
 def _channels(snapshots: list[RankSnapshot]) -> list[tuple[int, Channel]]:
     return [(s.rank, channel) for s in snapshots for channel in s.channels]
 
