@@ -107,8 +107,23 @@ def test_two_partners_that_go_wrong_at_the_same_event_are_not_told_apart() -> No
 
 def test_a_corrupt_weight_on_a_partner_clears_the_rank_that_was_only_reached_by_it() -> None:
     topology = Topology.from_degrees(d=4, t=2)
-    origins = find(topology, traces_of(topology, 4, "wq out"), 5)  # 4 is blamed by the audit
+    traces = traces_of(topology, 4, "wq out")
+    origins = Origins.find(
+        frozenset({5}),
+        traces,
+        topology.rows,
+        lambda rank, layout: peers_of(topology, rank, layout),
+        blamed=frozenset({4}),  # by the audit
+    )
     assert origins.settle(outputs_of(5)) is None
+
+
+def test_a_rank_that_made_only_its_partner_wrong_is_named_in_its_place() -> None:
+    topology = Topology.from_degrees(d=4, t=2)
+    settled = find(topology, traces_of(topology, 4, "wq out"), 5).settle(outputs_of(5))
+    assert settled is not None
+    assert settled.ranks == (4,)
+    assert "wq out" in settled.what
 
 
 def test_findings_about_memory_are_left_alone() -> None:

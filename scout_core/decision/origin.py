@@ -115,6 +115,8 @@ class Origins:
     places: Mapping[int, str]
     """Ranks at which a fault began, and the place of the first wrong value ("" when no value that
     is exchanged was wrong)."""
+    blamed: frozenset[int] = frozenset()
+    """Ranks that some finding names already, job-wide."""
 
     @classmethod
     def find(
@@ -123,26 +125,29 @@ class Origins:
         traces: Mapping[int, Trace],
         rows: Sequence[tuple[int, ...]],
         peers_of: PeersOf,
+        blamed: frozenset[int] = frozenset(),
     ) -> Origins:
         """Look at every row.
 
         Args:
             accused: ranks that are outliers among their peers, job-wide.
+            blamed: ranks that some finding names, these and those of memory.
         """
         places: dict[int, str] = {}
         for row in rows:
             places |= origins(row, accused, traces, peers_of)
-        return cls({rank: row for row in rows for rank in row}, places)
+        return cls({rank: row for row in rows for rank in row}, places, blamed | accused)
 
     def settle(self, finding: Finding) -> Finding | None:
         """Keep only the ranks at which a fault began; None when all of them are victims.
 
-        When the origin of a rank's row cannot be told, nobody is named, and the finding says which
-        ranks it may be.
+        A rank whose wrong values only reached others has no finding of its own: it takes the place
+        of its victims here. When the origin of a rank's row cannot be told, nobody is named, and
+        the finding says which ranks it may be.
         """
         if finding.reason not in SPREADS or not finding.ranks:
             return finding
-        named = tuple(rank for rank in finding.ranks if rank in self.places)
+        named = tuple(sorted(self._culprits(finding)))
         if named:
             places = sorted({self.places[rank] for rank in named} - {""})
             where = f", first wrong at {', '.join(places)}" if places else ""
@@ -156,3 +161,8 @@ class Origins:
             "not computed by one of them alone"
         )
         return replace(finding, ranks=(), why=why)
+
+    def _culprits(self, finding: Finding) -> set[int]:
+        began = {rank for rank in finding.ranks if rank in self.places}
+        partners = {partner for rank in finding.ranks for partner in self.rows[rank]}
+        return began | ((partners & self.places.keys()) - self.blamed)

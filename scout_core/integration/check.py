@@ -237,13 +237,14 @@ class Check:
         failure = _error_of(lambda: traced.append(subject.trace(poisoned)))
         spread = [each.finding for each in result.found if each.finding.reason in SPREADS]
         accused = [rank for finding in spread for rank in finding.ranks]
-        payload = json.dumps([accused, traced[0] if traced else (), failure]).encode()
+        blamed = [rank for each in result.found for rank in each.finding.ranks]
+        payload = json.dumps([accused, blamed, traced[0] if traced else (), failure]).encode()
         told = [json.loads(part) for part in self._exchange.all_gather(payload, everyone)]
-        traces = {rank: tuple(Event(*e) for e in told[rank][1]) for rank in everyone}
-        suspects = frozenset(rank for ranks, _, _ in told for rank in ranks)
-        origins = Origins.find(suspects, traces, groups.topology.rows, groups.peers_of)
+        traces = {rank: tuple(Event(*e) for e in told[rank][2]) for rank in everyone}
+        suspects, named = (frozenset(r for part in told for r in part[i]) for i in (0, 1))
+        origins = Origins.find(suspects, traces, groups.topology.rows, groups.peers_of, named)
         settled = [(each, origins.settle(each.finding)) for each in result.found]
-        failed = "; ".join(sorted({error for _, _, error in told if error}))
+        failed = "; ".join(sorted({part[3] for part in told if part[3]}))
         return replace(
             result,
             found=tuple(replace(each, finding=new) for each, new in settled if new is not None),
