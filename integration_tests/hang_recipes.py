@@ -101,7 +101,19 @@ def half_gathers_objects(trainer: Trainer) -> None:
         dist.all_reduce(torch.ones(8))
 
 
-# 7 and 10, one rank with another size, have no recipe: gloo aborts a process instead of hanging.
+def reduces_another_size(trainer: Trainer) -> None:
+    """7 ms-swift#10183: one rank is late with another size. gloo aborts a process then."""
+    trainer.warm_up()
+    dist.all_reduce(torch.ones(64 if trainer.faulty else 4096))
+    dist.barrier()
+
+
+def gathers_another_parameter(trainer: Trainer) -> None:
+    """10 AgileRL#658: one rank gathers another, larger parameter. gloo aborts a process then."""
+    trainer.warm_up()
+    numel = 4096 if trainer.faulty else 64
+    dist.all_gather_into_tensor(torch.empty(numel * trainer.size), torch.ones(numel))
+    dist.barrier()
 
 
 def hook_fires_only_with_tokens(trainer: Trainer) -> None:

@@ -140,6 +140,16 @@ def test_a_real_hang_is_explained(case: Case) -> None:
     assert not [name for name in os.listdir("/dev/shm") if "ring" in name or "hang" in name]
 
 
+@pytest.mark.parametrize(
+    "recipe", [recipes.reduces_another_size, recipes.gathers_another_parameter]
+)
+def test_who_is_aborted_because_of_another_rank_is_not_named(recipe: Recipe) -> None:
+    fault = drawn(recipe.__name__, EVERYBODY)
+    with Job(recipe, SIZE, fault) as job:
+        incident = job.incident()
+    assert (incident.reason, incident.culprit_ranks) == ("HANG_MISMATCH", (fault,))
+
+
 STRIKES = {
     "SIGKILL": "PROCESS_DEAD",
     "SIGSTOP": "PROCESS_STOPPED",

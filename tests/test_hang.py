@@ -469,6 +469,17 @@ def test_a_rank_that_raised_is_named_with_its_error_and_those_who_died_of_it_are
     assert "NaN" in diagnosis.findings[0].explanation
 
 
+@pytest.mark.parametrize(("exit_code", "culprits"), [(-6, (1,)), (1, (1,)), (-9, (1, 3))])
+def test_who_is_aborted_because_operations_do_not_fit_is_not_named(
+    exit_code: int, culprits: tuple[int, ...]
+) -> None:
+    world = range(4)
+    odd = waiting(1, world, entered("all_reduce", "float32 x 64"))
+    aborted = replace(waiting(3, world), state=ProcessState.DEAD, exit_code=exit_code)
+    diagnosis = diagnose([aborted if s.rank == 3 else s for s in all_but(odd, 4)])
+    assert diagnosis.culprits == culprits
+
+
 def test_a_stopped_process_is_named_although_it_waits_like_the_others() -> None:
     stopped = replace(waiting(3, range(4)), state=ProcessState.STOPPED)
     diagnosis = diagnose(all_but(stopped, 4))

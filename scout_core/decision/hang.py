@@ -132,7 +132,11 @@ class _Case:
 
     def _faults_by_themselves(self) -> dict[int, HangKind]:
         """Rules 1 to 3; a rank keeps the first kind it gets."""
-        kinds = dict.fromkeys(_first_dead(self.seen.values()), HangKind.PROCESS_DEAD)
+        kinds = {
+            rank: HangKind.PROCESS_DEAD
+            for rank in _first_dead(self.seen.values())
+            if not self._died_of_divergence(rank)
+        }
         for rank, snapshot in self.seen.items():
             if snapshot.state is ProcessState.UNREACHABLE:
                 kinds[rank] = HangKind.NODE_UNREACHABLE
@@ -144,6 +148,11 @@ class _Case:
             for rank in divergence.culprits:
                 kinds.setdefault(rank, HangKind.MISMATCH)
         return kinds
+
+    def _died_of_divergence(self, rank: int) -> bool:
+        """Some libraries abort a process, often an innocent one, when operations do not fit."""
+        inside = any(rank in divergence.ranks for divergence in self.divergences)
+        return inside and self.seen[rank].exit_code not in KILLED
 
     def _released(self) -> set[int]:
         """Ranks whose outstanding operations are not what holds them up."""

@@ -7,7 +7,6 @@ import ctypes
 import json
 import os
 import shutil
-import signal
 import time
 from typing import Any, Final
 
@@ -151,21 +150,18 @@ class Member:
             self.compiles = False
         if triage.has_ended(self.pidfd):
             self.exit_code = triage.exit_code(self.pidfd, self.contact.pid)
-            self.ended_s = self._time_of_end(now_s)
+            self.ended_s = self._time_of_end()
             if self.contact.trace_socket:  # what it could not remove when it was killed
                 shutil.rmtree(os.path.dirname(self.contact.trace_socket), ignore_errors=True)
         self._alive_s = now_s
 
-    def _time_of_end(self, now_s: float) -> float:
-        """When it ended, so that whoever dies of this death died later.
+    def _time_of_end(self) -> float:
+        """When it said that it ends, or else was last seen alive.
 
-        It may have said so itself. Otherwise it is the last time that it was seen alive; not for
-        an abort, by which communication libraries end a process because a peer is gone.
+        So whoever dies of this death and says so died later.
         """
         said_ns = self.ring.end_ns()
-        if said_ns:
-            return said_ns / 1e9
-        return now_s if self.exit_code == -signal.SIGABRT else self._alive_s
+        return said_ns / 1e9 if said_ns else self._alive_s
 
     def silent_s(self, now_s: float) -> float:
         """Return the seconds since visible progress."""
