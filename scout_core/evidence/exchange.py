@@ -2,19 +2,32 @@
 
 Every rank of a group makes the same calls in the same order. Nothing here uses the training
 communicator (DESIGN rule 5.2), and every wait ends at a deadline.
+
+# Note [Names of groups]
+
+Members meet in the job's store under the name of their group. `new_group` with local
+synchronisation makes the name from the number of groups that a process is in already, and the first
+and the last pipeline stage are in more than the others: their members would wait for each other
+under different names. Without local synchronisation every rank must create every group. So groups
+get names here that members agree on: all ranks create exchanges together.
+The private functions were checked with torch 2.13.
 """
 
 from __future__ import annotations
 
 import datetime
+import itertools
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+import xxhash
+from torch.distributed import distributed_c10d as c10d
 
 Ranks = tuple[int, ...]
+_numbers = itertools.count()
 
 
 class Exchange(Protocol):
@@ -62,6 +75,7 @@ class GroupExchange:
         """
         self._timeout = datetime.timedelta(seconds=timeout_s)
         self._device = device
+        self._number = next(_numbers)
         self._control: dict[Ranks, dist.ProcessGroup] = {}
         self._data: dict[Ranks, dist.ProcessGroup] = {}
         world = tuple(range(dist.get_world_size()))
@@ -81,7 +95,8 @@ class GroupExchange:
             if len(ranks) > 1 and ranks not in self._control:
                 self._control[ranks] = self._new_group(ranks, "gloo")
                 if self._device.type != "cpu":
-                    self._data[ranks] = self._new_group(ranks, None)
+                    backend = dist.get_default_backend_for_device(self._device)
+                    self._data[ranks] = self._new_group(ranks, backend)
 
     def all_gather(self, payload: bytes, ranks: Ranks) -> list[bytes]:
         if len(ranks) == 1:
@@ -123,11 +138,21 @@ class GroupExchange:
         self._control.clear()
         self._data.clear()
 
-    def _new_group(self, ranks: Ranks, backend: str | None) -> dist.ProcessGroup:
-        group = dist.new_group(
-            list(ranks), timeout=self._timeout, backend=backend, use_local_synchronization=True
+    def _new_group(self, ranks: Ranks, backend: str) -> dist.ProcessGroup:
+        """Create a group of its members alone; see Note [Names of groups]."""
+        members = xxhash.xxh3_128_hexdigest(repr(ranks).encode())
+        name = f"scout/{self._number}/{backend}/{members}"
+        group, _ = c10d._new_process_group_helper(
+            len(ranks),
+            ranks.index(self.rank),
+            list(ranks),
+            dist.Backend(backend),
+            c10d._get_default_store(),
+            c10d.GroupName(name),
+            timeout=self._timeout,
         )
         assert isinstance(group, dist.ProcessGroup)
+        c10d._world.pg_group_ranks[group] = {rank: i for i, rank in enumerate(ranks)}
         return group
 
 
