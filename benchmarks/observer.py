@@ -97,7 +97,7 @@ def _median_us(call: Callable[[], object]) -> float:
 
 def _agent_table(publisher: Publisher) -> Table:
     beat_s = beat_of(limits_of(HangConfig()))
-    responder = Responder(threading.get_ident(), lambda: None)
+    responder = Responder(threading.get_ident(), lambda: None, print)
     with tempfile.TemporaryDirectory() as folder:
         starts = [_start(folder, node, publisher, responder) for node in range(2)]
         times, agents = [], []

@@ -51,7 +51,16 @@ from scout_core.observer.member import Examination, Member, _signal_thread
 from scout_core.observer.plan import HubAddress, Node, Plan, Start
 from scout_core.observer.reach import reachable
 from scout_core.observer.reporter import Reporter
-from scout_core.observer.wire import HubSocket, Keys, Link, Message, new_keys, pack, unpack
+from scout_core.observer.wire import (
+    HubSocket,
+    Keys,
+    Link,
+    Message,
+    endpoint_of,
+    new_keys,
+    pack,
+    unpack,
+)
 from scout_core.report.events import RunDir
 
 LIMITS = Limits(step_s=1.0, initialize_s=9.0, data_s=2.0, evaluation_s=5.0, checkpoint_s=7.0)
@@ -160,6 +169,14 @@ SNAPSHOTS = st.builds(
 @given(SNAPSHOTS)
 def test_a_snapshot_survives_the_wire(snapshot: RankSnapshot) -> None:
     assert unpack(pack(snapshot)) == snapshot
+
+
+@pytest.mark.parametrize(
+    ("address", "port", "expected"),
+    [("10.0.0.1", 5, "tcp://10.0.0.1:5"), ("::1", 5, "tcp://[::1]:5"), ("::1", 0, "tcp://[::1]")],
+)
+def test_addresses_of_both_families_make_endpoints(address: str, port: int, expected: str) -> None:
+    assert endpoint_of(address, port) == expected
 
 
 def test_equal_members_of_groups_are_one_object_after_the_wire() -> None:
@@ -508,7 +525,9 @@ class Trainer:
     def __init__(self) -> None:
         self.publisher = Publisher(rank=3)
         self.ticks = 0
-        self.responder = Responder(threading.get_ident(), self._tick)
+        self.failures: list[Exception] = []
+        self.broken = False
+        self.responder = Responder(threading.get_ident(), self._tick, self.failures.append)
         self.contact = Contact(
             rank=3,
             pid=os.getpid(),
@@ -524,6 +543,8 @@ class Trainer:
         self.member = Member(self.contact)
 
     def _tick(self) -> None:
+        if self.broken:
+            raise KeyError("bug")
         self.ticks += 1
 
     def close(self) -> None:
@@ -551,6 +572,12 @@ def test_a_trainer_tells_its_stack_and_refreshes_its_completions(trainer: Traine
     assert examination.refreshed
     assert any("test_a_trainer_tells_its_stack" in frame for frame in examination.stack)
     assert not examination.holds_gil
+
+
+def test_a_bug_on_the_helper_thread_is_told_once_and_ends_it(trainer: Trainer) -> None:
+    trainer.broken = True
+    assert eventually(lambda: trainer.failures)
+    assert [str(failure) for failure in trainer.failures] == ["'bug'"]
 
 
 def test_two_examinations_at_once_do_not_take_each_others_answers(trainer: Trainer) -> None:

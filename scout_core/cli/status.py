@@ -8,6 +8,7 @@ import time
 from typing import Annotated, Any, Final
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 
 from scout_core.cli.output import FOUND_FAULT, FOUND_NOTHING, Json, console, print_json
@@ -92,12 +93,12 @@ def _table(rows: list[dict[str, Any]]) -> Table:
         silent = "" if row["silent_s"] is None else f"{row['silent_s']:.1f} s"
         table.add_row(
             str(row["rank"]),
-            row["host"],
+            escape(row["host"]),
             _coordinate(row["coordinate"]),
             row["state"],
-            row["missing"] or ("step" if row["phase"] == "unknown" else row["phase"]),
+            escape(row["missing"]) or ("step" if row["phase"] == "unknown" else row["phase"]),
             str(row["step"]),
-            _pending(row["pending"]),
+            escape(_pending(row["pending"])),
             silent,
             style="bold red" if row["late"] else None,
         )

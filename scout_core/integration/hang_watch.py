@@ -71,7 +71,7 @@ class HangWatch:
         self._pauses: list[AbstractContextManager[None]] = []
         self.lost = ""
         """Why there is no hang cover; empty while there is."""
-        self._responder = Responder(threading.get_ident(), self._tick)
+        self._responder = Responder(threading.get_ident(), self._tick, self._lose_helper)
 
     @property
     def run_dir(self) -> pathlib.Path:
@@ -281,6 +281,9 @@ class HangWatch:
         if self._publisher.blind and not self._blind:
             self._blind = True
             self._emit("collectives_not_observed", reason=self._publisher.blind)
+
+    def _lose_helper(self, error: Exception) -> None:
+        self._lose(f"the helper thread ended: {type(error).__name__}: {error}")
 
     def _lose(self, reason: str) -> None:
         self.lost = reason

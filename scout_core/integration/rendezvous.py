@@ -23,6 +23,7 @@ from scout_core.errors import ScoutError
 from scout_core.evidence.ring import compress_ranks, expand_ranks
 from scout_core.observer.contact import Contact
 from scout_core.observer.plan import NUM_HUBS, HubAddress, Node
+from scout_core.observer.wire import endpoint_of
 
 _turns = itertools.count()  # every rank starts its watches in the same order
 LOOPBACK: Final = "127.0.0.1"
@@ -84,7 +85,7 @@ class Rendezvous:
 
     def share_agent(self, place: Neighbours, public_key: str, port: int) -> None:
         """Tell the other nodes how to reach this one's agent; port 0 when it carries no hub."""
-        endpoint = f"tcp://{place.node.address}:{port}" if port else ""
+        endpoint = endpoint_of(place.node.address, port) if port else ""
         self._set(f"agent/{place.index}", {"endpoint": endpoint, "public_key": public_key})
 
     def share_failure(self, place: Neighbours, reason: str) -> None:

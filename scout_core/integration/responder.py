@@ -29,13 +29,20 @@ _JOIN_S: Final = 2.0
 class Responder:
     """Reads requests from one anonymous pipe and answers through another."""
 
-    def __init__(self, training_ident: int, on_tick: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        training_ident: int,
+        on_tick: Callable[[], None],
+        on_failure: Callable[[Exception], None],
+    ) -> None:
         """Start the thread.
 
         Args:
             training_ident: Python ident of the thread whose stack is asked for.
             on_tick: called on the helper thread a few times a second.
+            on_failure: called on the helper thread, which ends, with an internal error.
         """
+        self._on_failure = on_failure
         self._training_ident = training_ident
         self._on_tick = on_tick
         self._closing = False
@@ -71,6 +78,12 @@ class Responder:
     def _run(self, started: threading.Event) -> None:
         self.thread_id = threading.get_native_id()
         started.set()
+        try:
+            self._serve()
+        except Exception as error:  # noqa: BLE001 -- the guard of this thread (STYLE rule 7)
+            self._on_failure(error)
+
+    def _serve(self) -> None:
         poller = select.poll()
         poller.register(self.requests, select.POLLIN)
         while not self._closing:

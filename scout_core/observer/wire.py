@@ -60,8 +60,8 @@ class HubSocket:
             zmq.ZMQError: the address is not of this machine, or the port is taken.
         """
         if port == 0:
-            return int(self.socket.bind_to_random_port(f"tcp://{address}"))
-        self.socket.bind(f"tcp://{address}:{port}")
+            return int(self.socket.bind_to_random_port(endpoint_of(address)))
+        self.socket.bind(endpoint_of(address, port))
         return port
 
     @property
@@ -135,6 +135,12 @@ class Link:
         self.socket.close()
 
 
+def endpoint_of(address: str, port: int = 0) -> str:
+    """Write an IP address, and a port unless it is 0, as ZeroMQ wants them."""
+    host = f"[{address}]" if ":" in address else address
+    return f"tcp://{host}:{port}" if port else f"tcp://{host}"
+
+
 def pack(snapshot: RankSnapshot) -> Message:
     """Write a snapshot for the wire: members of groups as runs, not one by one."""
     bare = replace(snapshot, groups=tuple(replace(g, ranks=()) for g in snapshot.groups))
@@ -158,6 +164,7 @@ def unpack(message: Message) -> RankSnapshot:
 
 def _set_common(socket: zmq.Socket[Any], keys: Keys, beat_s: float) -> None:
     socket.curve_publickey, socket.curve_secretkey = keys.public.encode(), keys.secret.encode()
+    socket.ipv6 = True
     socket.linger = _LINGER_MS
     socket.sndhwm = socket.rcvhwm = _QUEUE
     socket.maxmsgsize = MAX_MESSAGE_BYTES
