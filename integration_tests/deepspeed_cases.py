@@ -11,7 +11,16 @@ from scout_core.decision.incident import Incident
 from scout_core.lab.faults import FaultAt
 
 CONFIGS = pathlib.Path(__file__).parent.parent / "configs" / "deepspeed"
-SCOUT = {"interval_steps": 1, "on_error": "raise", "timing_repeats": 2, "exchange_timeout_s": 60}
+SCOUT: dict[str, Any] = {
+    "interval_steps": 1,
+    "on_error": "raise",
+    "timing_repeats": 2,
+    "exchange_timeout_s": 60,
+    "hang": {"enabled": False},
+    "communication": {"probe_interval_steps": 0},
+}
+"""Checks alone, at every step; what goes wrong in SCOUT is raised."""
+EVERYTHING = {**SCOUT, "hang": {"enabled": True}, "communication": {"probe_interval_steps": 2}}
 
 
 @dataclass(frozen=True)

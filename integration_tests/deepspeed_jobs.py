@@ -5,21 +5,27 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import os
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.module_inject import layers as autotp_layers
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
+from scout_deepspeed.masters import owned_masters
 from torch import nn
 
 from integration_tests import deepspeed_models as models
 from integration_tests.deepspeed_cases import CONFIGS, Layout, Options, Result
-from scout_core.lab.faults import FaultAt, flip_bit
+from scout_core.lab.faults import Corruption, FaultAt, flip_bit
 from scout_core.lab.injection import Target, inject
 from scout_core.lab.model import GPT, Block, GPTConfig, Text, loss_of
+from scout_core.report.events import RunDir
 
 CONTEXT = 16
 
@@ -122,9 +128,12 @@ def train(rank: int, layout: Layout, options: Options) -> Result:
 
 
 def apply(fault: FaultAt, engine: Any, inside: str) -> None:
-    """Inject one fault on this rank; "shard" flips a bit of this rank's part of a parameter.
+    """Inject one fault on this rank.
 
     Args:
+        fault: of the kinds of `lab.faults`; or "shard": a bit of this rank's part of a parameter
+            flips; "master": a bit of a master weight flips; or "partial": what this rank adds to
+            row-parallel sums is wrong.
         inside: see `Options`.
     """
     layers = [module for module in engine.module.modules() if isinstance(module, Block)]
@@ -134,8 +143,43 @@ def apply(fault: FaultAt, engine: Any, inside: str) -> None:
         index = fault.seed % shard.numel()
         flip_bit(shard[index : index + 1], fault.magnitude)
         return
+    if fault.kind == "master":
+        masters_here = owned_masters(engine.optimizer)
+        victim = masters_here[fault.seed % len(masters_here)].data
+        flip_bit(victim[fault.seed % victim.numel() :][:1], fault.magnitude)
+        return
+    if fault.kind == "partial":
+        _corrupt_partial_sums(fault)
+        return
     parts = [layer.get_submodule(inside) for layer in layers]
     inject(fault, Target(parts, engine.basic_optimizer))
+
+
+def _corrupt_partial_sums(fault: FaultAt) -> None:
+    reduce = autotp_layers.RowParallel.apply
+    corrupt = Corruption(fault)
+
+    class Faulty:
+        @staticmethod
+        def apply(group: Any, partial: torch.Tensor, *rest: Any) -> torch.Tensor:
+            wrong = partial.clone()
+            corrupt(wrong)
+            total: torch.Tensor = reduce(group, wrong, *rest)
+            return total
+
+    autotp_layers.RowParallel = Faulty
+
+
+def train_until_a_report(rank: int, layout: Layout, options: Options) -> None:
+    """Train a job that will stop; every rank ends as soon as an incident has been written."""
+    threading.Thread(target=_end_on_report, args=(options.run_dir,), daemon=True).start()
+    train(rank, layout, options)
+
+
+def _end_on_report(run_dir: str) -> None:
+    while not RunDir(run_dir).incidents():
+        time.sleep(0.1)
+    os._exit(0)
 
 
 def held(engine: Any) -> list[torch.Tensor]:

@@ -6,13 +6,23 @@ import importlib.util
 import pathlib
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
-from integration_tests.deepspeed_cases import LAYOUTS, SCOUT, Layout, Options, Result, run
+from integration_tests.deepspeed_cases import (
+    EVERYTHING,
+    LAYOUTS,
+    SCOUT,
+    Layout,
+    Options,
+    Result,
+    run,
+)
 from scout_core.decision.consensus import Status
 from scout_core.decision.incident import Incident, Kind
 from scout_core.lab.faults import FaultAt, Magnitude, Surface
+from scout_core.report.events import RunDir
 from scout_core.testing import preload, run_ranks
 
 pytestmark = [
@@ -24,6 +34,7 @@ pytestmark = [
 preload(["integration_tests.deepspeed_server", "integration_tests.deepspeed_jobs"])
 
 QUIET = {**SCOUT, "kappa": 1e6}  # replays of a millisecond on shared cores: time is not judged
+STALL_S = 2.0
 
 
 def on_ranks(layout: Layout, options: Options) -> list[Result]:
@@ -51,8 +62,9 @@ def named(incidents: Sequence[Incident], kind: Kind) -> set[int]:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_scout_changes_no_bit_of_training(name: str, tmp_path: pathlib.Path) -> None:
     layout = LAYOUTS[name]
+    scout = {**EVERYTHING, "kappa": 1e6}
     off = on_ranks(layout, Options())
-    on = on_ranks(layout, Options(QUIET, run_dir=str(tmp_path)))
+    on = on_ranks(layout, Options(scout, run_dir=str(tmp_path)))
     for without, with_scout in zip(off, on, strict=True):
         assert with_scout.losses == without.losses
         assert with_scout.parameters == without.parameters
@@ -80,6 +92,46 @@ def test_a_rank_that_computes_wrongly_is_named(name: str, tmp_path: pathlib.Path
         (incident,) = result.incidents
         assert incident.status is Status.ATTRIBUTED
         assert incident.peer_group == layout.peers_of(fault.rank)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "inside"),
+    [
+        ("autotp", "partial", ""),
+        ("autotp", "sdc", "up"),
+        ("moe", "sdc", "moe.deepspeed_moe.experts"),
+        ("ulysses", "sdc", "attention.shared.local_attn"),
+    ],
+)
+def test_partners_that_a_wrong_rank_makes_wrong_are_not_named(
+    name: str, kind: str, inside: str, tmp_path: pathlib.Path
+) -> None:
+    # In float32, where no rounding after the sum can hide the fault.
+    layout, draw = replace(LAYOUTS[name], overrides={"bf16": {"enabled": False}}), drawn()
+    rank, seed = draw.randrange(layout.ranks), draw.randrange(1 << 16)
+    fault = FaultAt(kind, rank, step=1, magnitude=Magnitude.EXPONENT, seed=seed)
+    options = Options(QUIET, 5, faults=(fault,), inside=inside, run_dir=str(tmp_path))
+    for result in on_ranks(layout, options):
+        assert named(result.incidents, Kind.SDC) == {fault.rank}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_rank_that_stands_still_is_named_and_the_others_are_victims(
+    name: str, tmp_path: pathlib.Path
+) -> None:
+    layout, draw = LAYOUTS[name], drawn()
+    rank, layer = draw.randrange(layout.ranks), draw.randrange(layers_of(layout))
+    fault = FaultAt("hang", rank, step=2, layer=layer)
+    scout = {**SCOUT, "hang": {"stall_timeout_s": STALL_S}}
+    options = Options(scout, steps=5, faults=(fault,), run_dir=str(tmp_path))
+    everyone = range(layout.ranks)
+    body = ("train_until_a_report", layout, options)
+    run_ranks(layout.ranks, run, *body, timeout_s=120, allow_dead=everyone)
+    (incident,) = RunDir(tmp_path).incidents()
+    assert incident.kind is Kind.HANG
+    assert incident.culprit_ranks == (rank,)
+    assert "stand_still" in incident.culprits[0].where
+    assert rank not in incident.victims
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -112,3 +164,18 @@ def test_a_corrupt_shard_is_named_by_its_owner_alone(name: str, tmp_path: pathli
         assert incident.culprit_ranks == (fault.rank,)
         assert f"layers.{fault.layer}." in incident.message
         assert f"after {fault.step} steps" in incident.message
+
+
+@pytest.mark.parametrize("name", ["zero1", "zero2", "zero3", "pipeline"])
+def test_a_corrupt_master_weight_is_named_by_its_owner_alone(
+    name: str, tmp_path: pathlib.Path
+) -> None:
+    layout, draw = LAYOUTS[name], drawn()
+    rank, seed = draw.randrange(layout.ranks), draw.randrange(1 << 16)
+    magnitude = draw.choice([Magnitude.LOW_BIT, Magnitude.MID_BIT, Magnitude.SIGN])
+    fault = FaultAt("master", rank, step=2, magnitude=magnitude, seed=seed)
+    options = Options(QUIET, steps=4, faults=(fault,), run_dir=str(tmp_path))
+    for result in on_ranks(layout, options):
+        (incident,) = result.incidents
+        assert incident.reason in ("SDC_AT_REST", "SDC_MASTER_COHERENCE")
+        assert incident.culprit_ranks == (fault.rank,)

@@ -39,7 +39,11 @@ class Audit:
 
     def units(self) -> list[StateUnit]:
         """Return the units that replicas of the layout hold alike."""
-        return [unit for unit in self._state_units() if self._layout in ("expert", unit.layout)]
+        return [
+            unit
+            for unit in self._state_units()
+            if unit.has_replicas and self._layout in ("expert", unit.layout)
+        ]
 
     def added_to(self, report: Report) -> Report:
         """Sign the state as it is now, and look once more at masters."""

@@ -49,6 +49,8 @@ class StateUnit:
     tensors: tuple[tuple[str, torch.Tensor], ...]
     """(qualified name, local tensor) in an order that is the same on all replicas."""
     layout: LayoutName = "dense"
+    has_replicas: bool = True
+    """False for state with a single owner: compared with its own past only, not with peers."""
 
 
 class Framework(Protocol):
@@ -79,7 +81,8 @@ class Framework(Protocol):
         """Optimizers that update this rank's parameters."""
 
     def state_units(self) -> Sequence[StateUnit]:
-        """Parameters and optimizer state that replicas (equal but for d) hold alike, right now."""
+        """Parameters and optimizer state as they are now: what replicas (equal but for d) hold
+        alike, and what only this rank holds."""
 
     def on_step_end(self, hook: Callable[[], None]) -> Undo:
         """Call the hook after each optimizer step, once, whatever gradient accumulation does."""

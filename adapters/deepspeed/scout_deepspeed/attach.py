@@ -15,6 +15,7 @@ from scout_core.integration.wrapping import wrap_method
 from scout_deepspeed.block import Block
 from scout_deepspeed.framework import DeepSpeed
 from scout_deepspeed.monitor import report_to
+from scout_deepspeed.phases import publish_phases
 
 
 def attach(engine: Any, block: Block) -> Session:
@@ -31,9 +32,11 @@ def attach(engine: Any, block: Block) -> Session:
     refuse(engine)
     patterns = Patterns(block.layers, block.embedding, block.head)
     framework = DeepSpeed(engine, patterns, block.exchange_timeout_s)
-    session = enable.attach(framework, block, run_dir=block.run_dir)
+    loader = engine.training_dataloader
+    session = enable.attach(framework, block, run_dir=block.run_dir, dataloader=loader)
     engine.scout = session
     report_to(engine.monitor, engine, framework, session)
+    publish_phases(engine, session)
     _close_with(engine, session)
     return session
 

@@ -25,7 +25,7 @@ from scout_core.integration.models import Patterns, find_sites, path_class
 from scout_core.integration.wrapping import wrap_method
 from scout_deepspeed import zero3
 from scout_deepspeed.addresses import gather_places, place_of, topology_of
-from scout_deepspeed.masters import master_pairs
+from scout_deepspeed.masters import master_pairs, owned_masters
 
 _TRACKED = "tracked."  # prefix of DeepSpeed's own generators, for model-parallel dropout
 
@@ -72,11 +72,15 @@ class DeepSpeed(FrameworkBase):
         return master_pairs(self._engine.optimizer, self._names)[0]
 
     def state_units(self) -> Sequence[StateUnit]:
-        """Parameters below stage 3, and below stage 1 the optimizer too; the rest has one owner."""
+        """Parameters below stage 3 have replicas, and below stage 1 the optimizer has, too."""
         units = _parameter_units(self._engine.module, self._sites)
-        if not self._engine.zero_optimization():
-            units += _optimizer_units(self._engine.basic_optimizer)
-        return units
+        optimizer = self._engine.basic_optimizer
+        owned = owned_masters(self._engine.optimizer)
+        units += [
+            StateUnit(f"masters {i}", _with_state(optimizer, master, "master"), has_replicas=False)
+            for i, master in enumerate(owned)
+        ]
+        return units if self._engine.zero_optimization() else units + _optimizer_units(optimizer)
 
     def on_step_end(self, hook: Callable[[], None]) -> Undo:
         """Call the hook whenever `global_steps` has grown.
@@ -194,15 +198,20 @@ def _optimizer_units(optimizer: torch.optim.Optimizer) -> list[StateUnit]:
     """One unit per parameter group of an optimizer that every replica runs whole."""
     units = []
     for i, group in enumerate(optimizer.param_groups):
-        tensors: list[tuple[str, torch.Tensor]] = []
-        for j, parameter in enumerate(group["params"]):
-            state = optimizer.state.get(parameter, {})
-            tensors.append((f"optimizer group {i} parameter {j}", parameter.detach()))
-            tensors += [
-                (f"optimizer group {i} parameter {j} {key}", value)
-                for key, value in sorted(state.items())
-                if isinstance(value, torch.Tensor)
-            ]
+        tensors = [
+            tensor
+            for j, parameter in enumerate(group["params"])
+            for tensor in _with_state(optimizer, parameter, f"parameter {j}")
+        ]
         layout: LayoutName = "expert" if is_moe_param_group(group) else "dense"
         units.append(StateUnit(f"optimizer group {i}", tuple(tensors), layout))
     return units
+
+
+def _with_state(
+    optimizer: torch.optim.Optimizer, parameter: torch.Tensor, name: str
+) -> tuple[tuple[str, torch.Tensor], ...]:
+    """A parameter as the optimizer knows it, and what the optimizer keeps for it."""
+    state = sorted(optimizer.state.get(parameter, {}).items())
+    kept = [(f"{name} {key}", value) for key, value in state if isinstance(value, torch.Tensor)]
+    return ((name, parameter.detach()), *kept)

@@ -32,6 +32,20 @@ def master_pairs(optimizer: Any, names: Names) -> tuple[list[MasterPair], list[s
     return local, [gap] if away else []
 
 
+def owned_masters(optimizer: Any) -> list[torch.Tensor]:
+    """Return the flat masters that only this rank holds; none below stage 1, or on NVMe."""
+    if getattr(optimizer, "swap_optimizer", False):
+        return []
+    for name in (
+        "fp32_partitioned_groups_flat",  # ZeRO-3
+        "single_partition_of_fp32_groups",  # ZeRO-1 and ZeRO-2
+        "fp32_groups_flat_partition",  # BF16_Optimizer
+    ):
+        if hasattr(optimizer, name):
+            return list(getattr(optimizer, name))
+    return []
+
+
 def _pairs(optimizer: Any, names: Names) -> Iterator[MasterPair]:
     if hasattr(optimizer, "fp16_partitioned_groups_flat"):  # ZeRO-3
         yield from _stage_3(optimizer, names)

@@ -1,0 +1,32 @@
+"""Tell the hang observer what an engine does besides training steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from scout_core.integration.session import Session
+from scout_core.integration.wrapping import wrap_method
+
+PHASE_OF = {
+    "save_checkpoint": "checkpoint",
+    "load_checkpoint": "checkpoint",
+    "eval_batch": "evaluation",  # of a PipelineEngine
+    "_next_batch": "data",  # of a PipelineEngine; private, checked with deepspeed 0.19.8
+}
+"""Methods of an engine that are no part of a step, or wait for the data loader."""
+
+
+def publish_phases(engine: Any, session: Session) -> None:
+    """Let each of these methods count against its own time limit."""
+    for method, phase in PHASE_OF.items():
+        if hasattr(engine, method):
+            wrap_method(engine, method, _during(session, phase))
+
+
+def _during(session: Session, phase: str) -> Callable[..., Any]:
+    def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with session.phase(phase):
+            return original(*args, **kwargs)
+
+    return around
