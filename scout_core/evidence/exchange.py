@@ -78,13 +78,14 @@ class GroupExchange:
         self._number = next(_numbers)
         self._control: dict[Ranks, dist.ProcessGroup] = {}
         self._data: dict[Ranks, dist.ProcessGroup] = {}
+        self._rank = dist.get_rank()
         world = tuple(range(dist.get_world_size()))
         self._world = world
         self.join([world])
 
     @property
     def rank(self) -> int:
-        return dist.get_rank()
+        return self._rank
 
     @property
     def world_size(self) -> int:
@@ -133,7 +134,8 @@ class GroupExchange:
         self.all_gather(b"", ranks)
 
     def close(self) -> None:
-        for group in (*self._control.values(), *self._data.values()):
+        groups = (*self._control.values(), *self._data.values())
+        for group in groups if dist.is_initialized() else ():  # else: the job destroyed all groups
             dist.destroy_process_group(group)
         self._control.clear()
         self._data.clear()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import sys
 import traceback
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
@@ -61,6 +64,8 @@ class Session:
         self._clock = clock or clock_for(framework.device)
         self._armed = True
         self._closed = False
+        self._at_exit = functools.partial(_say_end, weakref.ref(self))
+        atexit.register(self._at_exit)
         self._in_check = False
         self._steps = 0
         self.hang: HangWatch | None = None
@@ -160,6 +165,11 @@ class Session:
         if self.hang is not None:
             self.hang.close()
         self._exchange.close()
+        self.say_end()
+
+    def say_end(self) -> None:
+        """Print the line of the end; done by `close`, or when the process ends without it."""
+        atexit.unregister(self._at_exit)
         state = "" if self._armed else " (switched off after an internal error)"
         self._say(
             f"scout: {self._checker.checks} checks in {self._steps} steps, "
@@ -294,6 +304,12 @@ class Session:
     def _say(self, line: str) -> None:
         if self._exchange.rank == 0:
             self._console(line)
+
+
+def _say_end(session: weakref.ref[Session]) -> None:
+    living = session()
+    if living is not None:
+        living.say_end()
 
 
 def print_line(line: str) -> None:
