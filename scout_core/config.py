@@ -78,6 +78,8 @@ class ScoutConfig(_Model):
     """What an internal error of SCOUT does: switch SCOUT off job-wide, or raise (tests)."""
     job: str = ""
     """Name of the job in incidents."""
+    recovery: str = ""
+    """Who acts on incidents: a .toml file of commands, or an entry point of "scout.recovery"."""
     hang: HangConfig = HangConfig()
     """The out-of-band observer."""
     communication: CommunicationConfig = CommunicationConfig()
@@ -99,14 +101,14 @@ class ScoutConfig(_Model):
         try:
             return cls.model_validate(values)
         except ValidationError as error:
-            raise ScoutError(_explain(error, place)) from None
+            raise ScoutError(_explain(error, cls, place)) from None
 
 
-def _explain(error: ValidationError, place: str) -> str:
+def _explain(error: ValidationError, model: type[BaseModel], place: str) -> str:
     first = error.errors()[0]
     key = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
-        table: Any = ScoutConfig
+        table: Any = model
         for part in first["loc"][:-1]:
             table = table.model_fields[part].annotation
         known = ", ".join(sorted(table.model_fields))
