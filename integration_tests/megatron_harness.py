@@ -1,0 +1,70 @@
+"""Run Megatron jobs from a test through a fork server, one per version of megatron-core."""
+
+from __future__ import annotations
+
+import pathlib
+import subprocess
+import sys
+from dataclasses import dataclass
+from typing import Self
+
+from integration_tests.megatron_cases import Job, RankResult, read_result
+from integration_tests.megatron_server import NEEDS_TRITON
+from integration_tests.torchtitan_harness import ROOT, START_S, JobFailed, TitanServer, environment
+from integration_tests.torchtitan_job import Outcome
+
+UNPACKED = ROOT / ".cache" / "megatron" / "megatron-core-0.18.2"
+"""What `make megatron-next` unpacks: a newer version than pip installs on Python 3.11."""
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A job that ended."""
+
+    job: Job
+    outcome: Outcome
+    ranks: list[RankResult]
+
+
+class MegatronServer(TitanServer):
+    """The fork server with Megatron preloaded; a context manager."""
+
+    def __init__(self, tree: pathlib.Path | None = None) -> None:
+        """Use the installed megatron-core, or the one unpacked in `tree`."""
+        self._tree = tree
+
+    def __enter__(self) -> Self:
+        more = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "TORCHDYNAMO_DISABLE": "1"}
+        command = [sys.executable, "-W", "ignore", "-m", "integration_tests.megatron_server"]
+        if self._tree is not None:
+            more["PYTHONPATH"] = str(self._tree)
+            command.append(NEEDS_TRITON)
+        self._process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=environment(**more),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        assert self._answer(START_S) == "ready"
+        return self
+
+    def run(self, job: Job) -> Finished:  # type: ignore[override]
+        """Run a job that is expected to succeed.
+
+        Raises:
+            JobFailed: a rank failed, or the job took too long.
+        """
+        outcome = self.attempt(job)  # type: ignore[arg-type]
+        bad = [rank for rank, code in enumerate(outcome.codes) if code != 0]
+        if outcome.late or bad:
+            logs = "\n".join(f"rank {rank}: {log_of(job.folder, rank)[-3000:]}" for rank in bad)
+            late = f"late after {outcome.seconds:.0f} s; " if outcome.late else ""
+            raise JobFailed(f"{late}exit codes {outcome.codes}\n{logs}")
+        return Finished(job, outcome, [read_result(job.folder, r) for r in range(job.ranks)])
+
+
+def log_of(folder: str, rank: int) -> str:
+    """What a rank printed."""
+    path = pathlib.Path(folder) / f"rank-{rank}.log"
+    return path.read_text(errors="replace") if path.exists() else ""
