@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
 import random
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -18,13 +19,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from scout_core.config import CheckpointConfig
+from scout_core.config import ScoutConfig
 from scout_core.decision.labels import Label
 from scout_core.errors import ScoutError
 from scout_core.evidence.exchange import GroupExchange
-from scout_core.integration.checkpoint import GatedCheckpoint, NoTrustedCheckpoint
+from scout_core.integration.checkpoint import Manager, NoTrustedCheckpoint, open_checkpoint
 from scout_core.integration.dcp_storage import DcpStorage
-from scout_core.integration.gate_service import GateService
 from scout_core.integration.restore_state import StateDict, TrainingState
 from scout_core.integration.saves import Job
 from scout_core.integration.trust_record import TrustStore
@@ -49,7 +49,7 @@ class Trainer:
         run: pathlib.Path,
         wrap: str = "ddp",
         config: dict[str, Any] | None = None,
-        storage: type[DcpStorage] = DcpStorage,
+        storage: Callable[[pathlib.Path], Manager] | None = None,
     ) -> None:
         torch.manual_seed(0)
         self.model: nn.Module = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
@@ -59,14 +59,27 @@ class Trainer:
             fully_shard(self.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
         self.events: list[tuple[str, dict[str, Any]]] = []
+        self.phases: list[str] = []
         exchange = GroupExchange(torch.device("cpu"), timeout_s=15)
-        self.service = GateService(run / "checkpoints", exchange, Job(2), self.emit)
-        settings = CheckpointConfig(**{"memory_dir": str(run / "memory"), **(config or {})})
-        target = TrainingState(self.model, self.optimizer)
-        self.checkpoint = GatedCheckpoint(
-            self.service, storage(15), settings, target, self.emit, save_timeout_s=15
+        settings = {"memory_dir": str(run / "memory"), **(config or {})}
+        values = {"checkpoint": settings, "hang": {"checkpoint_timeout_s": 15}}
+        self.checkpoint = open_checkpoint(
+            run / "checkpoints" if storage is None else storage(run / "checkpoints"),
+            exchange,
+            Job(2),
+            ScoutConfig.parse(values, "this test"),
+            TrainingState(self.model, self.optimizer),
+            self.emit,
+            self.phase,
         )
+        self.service = self.checkpoint.service
         self.step = 0
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        self.phases.append(name)
+        yield
+        self.phases.append("step")
 
     def emit(self, event: str, **fields: Any) -> None:
         self.events.append((event, fields))
@@ -223,6 +236,14 @@ def test_after_a_corruption_nothing_is_written(run: pathlib.Path) -> None:
 
 
 @pytest.mark.usefixtures("alone")
+def test_the_hang_observer_is_told_of_every_save_and_load(run: pathlib.Path) -> None:
+    trainer = Trainer(run)
+    trainer.train("c")
+    trainer.checkpoint.restore("none")
+    assert trainer.phases == ["checkpoint", "step"] * 2
+
+
+@pytest.mark.usefixtures("alone")
 def test_a_new_run_starts_at_0_and_one_without_a_proof_says_so(run: pathlib.Path) -> None:
     assert Trainer(run).checkpoint.restore() == 0
     trainer = Trainer(run)
@@ -332,7 +353,11 @@ def test_what_a_kill_left_half_written_is_cleared_at_the_next_start(run: pathlib
 
 
 class MemoryIsFull(DcpStorage):
-    """DCP on a machine whose memory file system has no space left."""
+    """A manager on a machine whose memory file system has no space left."""
+
+    def __init__(self, folder: pathlib.Path) -> None:
+        super().__init__(timeout_s=15)
+        self.folder = folder
 
     def save(self, state_dict: StateDict, folder: pathlib.Path) -> None:
         if "memory" in folder.parts:

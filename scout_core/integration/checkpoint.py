@@ -10,20 +10,36 @@ import os
 import pathlib
 import shutil
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
 
-from scout_core.config import CheckpointConfig
+from scout_core.config import CheckpointConfig, ScoutConfig
 from scout_core.decision.labels import Choice, Failure, Label, Saved
 from scout_core.errors import ScoutError
-from scout_core.integration.dcp_storage import WRITE_ERRORS, Outcome, Storage, describe
+from scout_core.evidence.exchange import Exchange
+from scout_core.integration.dcp_storage import (
+    WRITE_ERRORS,
+    DcpStorage,
+    Outcome,
+    Storage,
+    describe,
+)
 from scout_core.integration.gate_service import GateService
 from scout_core.integration.manifest import Share
 from scout_core.integration.places import copy_share, partial, shared_folder, try_files
 from scout_core.integration.record_keeper import Emit
 from scout_core.integration.restore_state import StateDict, TrainingState
-from scout_core.integration.saves import Chosen, Ended
+from scout_core.integration.saves import Chosen, Ended, Job
 from scout_core.integration.trust_record import sync_folder
 
 _NOT_TAKEN = (Label.CONDEMNED, Label.REFUSED)
+
+
+Phase = Callable[[str], AbstractContextManager[None]]
+
+
+def _no_phase(name: str) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 class NoTrustedCheckpoint(ScoutError):
@@ -44,12 +60,14 @@ class GatedCheckpoint:
         target: TrainingState,
         emit: Emit,
         save_timeout_s: float,
+        phase: Phase = _no_phase,
     ) -> None:
         """Find out whether the ranks share a memory folder, and clear what a kill left half done.
 
         Args:
             target: what `restore()` fills when it is given no state dict.
             save_timeout_s: how long an asynchronous save may take.
+            phase: tells the hang observer that a save or load is under way; `Session.phase`.
         """
         self.service = service
         self.restored: StateDict = {}
@@ -59,6 +77,7 @@ class GatedCheckpoint:
         self._target = target
         self._emit = emit
         self._save_timeout_s = save_timeout_s
+        self._phase = phase
         self._running: list[Outcome] = []
         self._memory = shared_folder(service, config.memory_dir, emit)
         if service.rank == 0:
@@ -73,6 +92,22 @@ class GatedCheckpoint:
             ScoutError: the folder holds an earlier run; restore first.
             Exception: whatever the storage raised. The checkpoints before stay as they were.
         """
+        with self._phase("checkpoint"):
+            return self._save(step, state_dict)
+
+    def async_save(self, step: int, state_dict: StateDict) -> Label:
+        """Begin to write a checkpoint; return the label it would have now.
+
+        It counts once it is complete on every rank, which the next check, save, `wait` or
+        `restore` notices. An earlier save that still runs is waited for.
+
+        Raises:
+            ScoutError: the folder holds an earlier run; restore first.
+        """
+        with self._phase("checkpoint"):
+            return self._begin_async(step, state_dict)
+
+    def _save(self, step: int, state_dict: StateDict) -> Label:
         label, folder = self._begin(step)
         if folder is None:
             return label
@@ -89,21 +124,13 @@ class GatedCheckpoint:
         self._clear_failed(ended)
         if failed and self._is_in_memory(str(folder)):
             self._leave_memory(failed)
-            return self.save(step, state_dict)
+            return self._save(step, state_dict)
         if failed:
             raise error or RuntimeError(f"the save of step {step} failed: {failed}")
         self._purge()
         return ended[-1].label if ended else label
 
-    def async_save(self, step: int, state_dict: StateDict) -> Label:
-        """Begin to write a checkpoint; return the label it would have now.
-
-        It counts once it is complete on every rank, which the next check, save, `wait` or
-        `restore` notices. An earlier save that still runs is waited for.
-
-        Raises:
-            ScoutError: the folder holds an earlier run; restore first.
-        """
+    def _begin_async(self, step: int, state_dict: StateDict) -> Label:
         label, folder = self._begin(step)
         if folder is None:
             return label
@@ -165,17 +192,9 @@ class GatedCheckpoint:
             NoTrustedCheckpoint: there are checkpoints, but none to start from.
             ScoutError: an unknown failure, or a state dict that leaves values out.
         """
-        self.wait()
-        chosen = self.service.choose(failure, accept_uncertified=accept_uncertified)
-        loaded = None
-        if sweep is not None and chosen.failure in (Failure.HANG, Failure.UNKNOWN):
-            newest = self.service.choose(chosen.failure, sweep_clean=True)
-            if newest.choice.step is not None and newest.choice != chosen.choice:
-                self._load(newest.choice, state_dict)
-                loaded = newest.choice
-                self.service.swept(sweep())
-                chosen = self.service.choose(Failure.NONE, accept_uncertified=accept_uncertified)
-        return self._start_from(chosen, loaded, state_dict, start_over)
+        with self._phase("checkpoint"):
+            self.wait()
+            return self._restore(failure, state_dict, sweep, start_over, accept_uncertified)
 
     def close(self, planned: bool = True) -> None:
         """End the run; after a planned stop the next one goes on from the latest checkpoint.
@@ -183,10 +202,12 @@ class GatedCheckpoint:
         The latest is copied from memory to disk then, and the memory is given back.
         """
         if planned and not self.service.broken:
-            self.wait()
-            self._persist([self.service.latest])
-            self.service.stop(Failure.NONE)
-            self._purge()
+            with self._phase("checkpoint"):
+                self.wait()
+                self._persist([self.service.latest])
+                self.service.drain()
+                self.service.stop(Failure.NONE)
+                self._purge()
         self.service.close()
         self._storage.close()
 
@@ -217,6 +238,25 @@ class GatedCheckpoint:
         if self.service.rank == 0:
             os.rename(partial(folder), folder)
             sync_folder(folder.parent)
+
+    def _restore(
+        self,
+        failure: Failure | str | None,
+        state_dict: StateDict | None,
+        sweep: Callable[[], bool] | None,
+        start_over: bool,
+        accept_uncertified: bool,
+    ) -> int:
+        chosen = self.service.choose(failure, accept_uncertified=accept_uncertified)
+        loaded = None
+        if sweep is not None and chosen.failure in (Failure.HANG, Failure.UNKNOWN):
+            newest = self.service.choose(chosen.failure, sweep_clean=True)
+            if newest.choice.step is not None and newest.choice != chosen.choice:
+                self._load(newest.choice, state_dict)
+                loaded = newest.choice
+                self.service.swept(sweep())
+                chosen = self.service.choose(Failure.NONE, accept_uncertified=accept_uncertified)
+        return self._start_from(chosen, loaded, state_dict, start_over)
 
     def _start_from(
         self,
@@ -290,3 +330,35 @@ class GatedCheckpoint:
             if save.error and self.service.rank == 0:
                 left = partial(self.service.folder / save.path)
                 shutil.rmtree(left, ignore_errors=True)  # the next start clears what stays
+
+
+class Manager(Storage, Protocol):
+    """A framework's own checkpoint manager, made to write where SCOUT says."""
+
+    @property
+    def folder(self) -> str | os.PathLike[str]:
+        """Where its checkpoints and the trust record lie; all ranks see it."""
+
+
+def open_checkpoint(
+    place: str | os.PathLike[str] | Manager,
+    exchange: Exchange,
+    job: Job,
+    config: ScoutConfig,
+    target: TrainingState,
+    emit: Emit,
+    phase: Phase = _no_phase,
+) -> GatedCheckpoint:
+    """Open a folder of DCP checkpoints, or a manager's, for a job; collective.
+
+    Raises:
+        ScoutError: the folder's record cannot be read.
+    """
+    timeout_s = config.hang.checkpoint_timeout_s
+    if isinstance(place, str | os.PathLike):
+        service = GateService(place, exchange, job, emit)
+        storage: Storage = DcpStorage(timeout_s)
+    else:
+        service = GateService(place.folder, exchange, job, emit)
+        storage = place
+    return GatedCheckpoint(service, storage, config.checkpoint, target, emit, timeout_s, phase)
