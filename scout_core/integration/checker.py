@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+
+import torch
 
 from scout_core.config import ScoutConfig
 from scout_core.decision.incident import Incident, Kind
@@ -103,6 +106,37 @@ class Checker:
         if not self.broken:
             self._subjects = [self._subject(turn) for turn in self.rotation.turns(self.checks)]
             self._rest.remember()
+
+    def sweep(self, step: int, forward_backward: Callable[[], object]) -> Iterator[Told]:
+        """Replay the whole catalogue now, but for the optimizer's update; collective.
+
+        Args:
+            forward_backward: runs one batch forward and backward, without an update; called once
+                per turn. Gradients, random state and buffers are put back after each call.
+        """
+        for check in range(self.rotation.cycle_checks):
+            turns = [t for t in self.rotation.turns(check) if t.recipe != OPTIMIZER]
+            for turn in turns:
+                subject = self._subject(turn)
+                with self._framework_untouched():
+                    forward_backward()
+                yield self._replay(turn, subject, step, audits=turn is turns[0])
+
+    @contextlib.contextmanager
+    def _framework_untouched(self) -> Iterator[None]:
+        """Leave generators, buffers and gradients as they were."""
+        framework = self._framework
+        rng = framework.get_rng()
+        buffers = {b: b.clone() for site in framework.sites() for b in site.module.buffers()}
+        yield
+        for optimizer in framework.optimizers():
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = None
+        with torch.no_grad():
+            for buffer, before in buffers.items():
+                buffer.copy_(before)
+        framework.set_rng(rng)
 
     def let_go(self) -> None:
         """Stop recording and forget what was captured."""

@@ -16,8 +16,8 @@ Key = tuple[str, tuple[int, ...], tuple[int, ...]]
 class Ledger:
     """Keeps incidents; a fault is known by its kind, its culprits and, unnamed, its peer group."""
 
-    def __init__(self, on_incident: Callable[[Incident], None]) -> None:
-        """Start empty; `on_incident` is called once per fault, on every rank."""
+    def __init__(self, on_incident: Callable[[Incident], Incident]) -> None:
+        """Start empty; `on_incident` is called once per fault, on every rank, and may add to it."""
         self._on_incident = on_incident
         self._all: list[Incident] = []
         self._open: dict[Key, str] = {}
@@ -51,8 +51,7 @@ class Ledger:
         if key in self._open:
             return False
         self._open[key] = shown_by
-        self._all.append(incident)
-        self._on_incident(incident)
+        self._all.append(self._on_incident(incident))
         return True
 
     def clear(self, looked_at: frozenset[str], still: Iterable[Incident]) -> list[Key]:

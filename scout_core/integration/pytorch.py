@@ -17,6 +17,7 @@ from scout_core.evidence.capture import Undo
 from scout_core.integration.framework import Site, StateUnit, after_each_step
 from scout_core.integration.fsdp2 import ShardedByFSDP2, state_units
 from scout_core.integration.models import Patterns, find_sites, model_device
+from scout_core.integration.restore_state import TrainingState
 
 AXIS_OF_MESH_DIM = {
     "d": ("d", "dp", "ddp", "data", "dp_replicate", "replicate", "data_parallel"),
@@ -71,6 +72,9 @@ class PyTorch(ShardedByFSDP2):
 
     def state_units(self) -> Sequence[StateUnit]:
         return state_units(self._models, self._sites, [self._optimizer])
+
+    def training_state(self) -> TrainingState:
+        return TrainingState(self._models[0], self._optimizer)
 
     def on_step_end(self, hook: Callable[[], None]) -> Undo:
         return after_each_step(self._optimizer, hook)

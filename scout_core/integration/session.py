@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import os
 import sys
 import traceback
 import weakref
@@ -17,17 +18,22 @@ from scout_core.decision import localize_incident, rotation
 from scout_core.decision.incident import Incident
 from scout_core.decision.labels import Outcome
 from scout_core.decision.topology import Topology
+from scout_core.errors import ScoutError
 from scout_core.evidence.capture import Undo
 from scout_core.evidence.clock import Clock, clock_for
 from scout_core.evidence.coherence import CoherenceWatch
 from scout_core.evidence.exchange import Exchange
 from scout_core.integration import job_facts
 from scout_core.integration.checker import Checker, Told, shown_by
+from scout_core.integration.checkpoint import GatedCheckpoint, Manager
 from scout_core.integration.framework import Framework
+from scout_core.integration.gate_service import GateService
 from scout_core.integration.hang_watch import HangWatch
 from scout_core.integration.ledger import Ledger, stamped
 from scout_core.integration.probe import MAX_ROUNDS, Probe
+from scout_core.integration.recovery import load_recovery
 from scout_core.integration.session_coverage import SessionCoverage
+from scout_core.integration.session_gate import SessionGate
 from scout_core.report.events import RunDir
 
 Callback = Callable[[Incident], None]
@@ -77,6 +83,17 @@ class Session:
         self._not_covered = list(facts.not_covered)
         self._checker = Checker(framework, config, exchange, self._clock, watch, facts, self._note)
         self._device = framework.device
+        self._target = framework.training_state()
+        self._checkpoint: GatedCheckpoint | None = None
+        self._gate = SessionGate(
+            exchange,
+            config,
+            facts.topology,
+            self.coverage,
+            self._emit,
+            self.phase,
+            load_recovery(config.recovery, exchange.rank, console) if config.recovery else None,
+        )
         self._probe = self._make_probe()
         self._probe_rounds = 0
         self._undo: list[Undo] = [
@@ -134,6 +151,55 @@ class Session:
         """A reported fault has not been seen healthy since; equal on all ranks."""
         return bool(self._ledger.open)
 
+    def checkpoint(self, place: str | os.PathLike[str] | Manager) -> GatedCheckpoint:
+        """Save and restore through the gate (Algorithm 3); collective, and the same after that.
+
+        Raises:
+            ScoutError: the framework writes its own checkpoints, or the folder's record is corrupt.
+        """
+        if self._checkpoint is None:
+            if self._target is None:
+                raise ScoutError("this framework writes its own checkpoints; they are gated there")
+            self._checkpoint = self._gate.checkpoint(place, self._target)
+        return self._checkpoint
+
+    def open_gate(self, folder: str | os.PathLike[str]) -> GateService:
+        """Open the gate for checkpoints that a framework writes; collective, used by adapters."""
+        return self._gate.open(folder)
+
+    def restore(self, failure: str | None = None, **options: Any) -> int:
+        """Load what the evidence allows and go on from there; returns the step, 0 for a new run.
+
+        Arguments as in `GatedCheckpoint.restore`; all ranks call it, after `checkpoint(folder)`.
+
+        Raises:
+            ScoutError: no folder was opened, or nothing in it can be trusted.
+        """
+        if self._checkpoint is None:
+            raise ScoutError("session.restore() needs a folder: call session.checkpoint(folder)")
+        self.resume_at(self._checkpoint.restore(failure, **options))
+        return self._steps
+
+    def resume_at(self, step: int) -> None:
+        """Count optimizer steps from here on; called on all ranks when a checkpoint was loaded."""
+        self._steps = step
+        self._checker.let_go()
+        if self._armed and rotation.is_due(step + 1, self._config.interval_steps):
+            self._guarded(self._checker.arm)()
+
+    def full_sweep(self, forward_backward: Callable[[], object]) -> bool:
+        """Replay the whole catalogue now, and tell whether it was clean, job-wide; collective.
+
+        Args:
+            forward_backward: runs one batch forward and backward, without an update.
+        """
+        clean = self._armed
+        for told in self._checker.sweep(self._steps, forward_backward) if self._armed else ():
+            self._take_in(told)
+            clean = clean and told.outcome in (Outcome.CLEAN, Outcome.STRAGGLER)
+        self.resume_at(self._steps)
+        return clean
+
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Publish that a block is "evaluation", "checkpoint", "data" or "idle", not a step.
 
@@ -164,6 +230,7 @@ class Session:
             undo()
         if self.hang is not None:
             self.hang.close()
+        self._gate.close()
         self._exchange.close()
         self.say_end()
 
@@ -240,6 +307,8 @@ class Session:
 
     def _take_in(self, told: Told) -> None:
         """Act on what the job knows now; every rank has the same."""
+        if told.recipe != PROBE:
+            self._gate.take_in(told, self._steps)
         for key in self._ledger.clear(told.looked_at, told.incidents):
             self._emit("cleared", kind=key[0], ranks=list(key[1] or key[2]))
         for incident in told.incidents:
@@ -253,7 +322,12 @@ class Session:
         if told.broken:
             self._disarm(told.broken)
 
-    def _on_incident(self, incident: Incident) -> None:
+    def _on_incident(self, incident: Incident) -> Incident:
+        """Report a new fault, and add which checkpoint to restart from."""
+        try:
+            incident = self._gate.answer(incident)
+        except Exception as error:  # noqa: BLE001 -- guard: a site's recovery
+            self._emit("recovery_failed", everywhere=True, error=repr(error))
         if self._exchange.rank == 0:
             self._run_dir.report(incident)
             self._console(f"scout: {incident.kind.value}: {incident.message}")
@@ -262,6 +336,7 @@ class Session:
                 self._callback(incident)
             except Exception as error:  # noqa: BLE001 -- guard: a user's callback
                 self._emit("callback_failed", everywhere=True, error=repr(error))
+        return incident
 
     def _guarded(self, hook: Callable[[], None]) -> Callable[[], None]:
         """The guard at the boundary to training: nothing raises through it."""

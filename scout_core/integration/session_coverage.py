@@ -32,3 +32,12 @@ class SessionCoverage:
             f"{len(self.groups)} peer group(s) of {'/'.join(map(str, sizes))} can {word}; "
             f"{len(self.recipes)} recipes in a cycle of {self.cycle_steps} steps{missing}"
         )
+
+    def gaps(self) -> tuple[str, ...]:
+        """What keeps a checkpoint from being called verified, one sentence each."""
+        weak = [
+            f"ranks {list(group.ranks)}: {group.why}"
+            for group in (*self.groups, *self.state_groups)
+            if group.can != "attribute"
+        ]
+        return (*self.not_covered, *weak)
