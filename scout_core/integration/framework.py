@@ -21,6 +21,8 @@ from scout_core.evidence.coherence import MasterPair
 from scout_core.evidence.isolate import Materialised, plain_leaf
 from scout_core.evidence.optimizer_replay import ELEMENTWISE
 from scout_core.evidence.rng import RngState, get_rng, set_rng
+from scout_core.integration.expert_calls import ExpertCalls
+from scout_core.integration.restore_state import TrainingState
 
 Role = Literal["hidden", "embedding", "head", "other", "expert"]
 
@@ -39,6 +41,8 @@ class Site:
     apart: tuple[str, ...] = ()
     """Prefixes of parameter names, as in `module.named_parameters()`, that peers of this layout do
     not share: the experts inside a layer, which are another site."""
+    experts: ExpertCalls | None = None
+    """Of an expert stage: how its calls carry rows per expert; None when that is not known."""
 
 
 @dataclass(frozen=True)
@@ -111,9 +115,7 @@ class Framework(Protocol):
     def make_leaf(self, live: nn.Parameter, whole: torch.Tensor) -> nn.Parameter:
         """Make the leaf that replay computes with in place of a live parameter."""
 
-    def gradient_of(
-        self, leaf: nn.Parameter, gradient: torch.Tensor | None
-    ) -> torch.Tensor | None:
+    def gradient_of(self, leaf: nn.Parameter, gradient: torch.Tensor | None) -> torch.Tensor | None:
         """Return a leaf's gradient after one backward pass, wherever fused kernels have put it.
 
         Args:
@@ -125,6 +127,9 @@ class Framework(Protocol):
 
         Collective; called on all ranks of the job together, after the vote of a check.
         """
+
+    def training_state(self) -> TrainingState | None:
+        """Model and optimizer for `session.checkpoint`; None where the framework saves itself."""
 
     def get_rng(self) -> RngState:
         """Copy the state of all random generators that modules draw from."""
@@ -163,12 +168,13 @@ class FrameworkBase(abc.ABC):
     def make_leaf(self, live: nn.Parameter, whole: torch.Tensor) -> nn.Parameter:
         return plain_leaf(live, whole)
 
-    def gradient_of(
-        self, leaf: nn.Parameter, gradient: torch.Tensor | None
-    ) -> torch.Tensor | None:
+    def gradient_of(self, leaf: nn.Parameter, gradient: torch.Tensor | None) -> torch.Tensor | None:
         return gradient
 
     def settle(self) -> None:
+        return None
+
+    def training_state(self) -> TrainingState | None:
         return None
 
     def get_rng(self) -> RngState:
