@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from scout_core.decision.catalog import name_of
 from scout_core.decision.consensus import Status
 from scout_core.decision.incident import Action, Culprit, Incident, Kind, name_ranks
 from scout_core.decision.replay_verdict import Finding
@@ -33,6 +35,18 @@ class Scene:
     site: str
     devices: Mapping[int, str]
     """Device name by global rank."""
+    rows: tuple[int, ...] = ()
+    """Rows per local expert that were replayed, for an expert stage."""
+
+    @property
+    def place(self) -> str:
+        """The site, and at which shape."""
+        return place_of(self.site, self.rows)
+
+    @property
+    def evidence(self) -> dict[str, Any]:
+        """Site and shape as evidence."""
+        return {"site": self.site, **({"rows": list(self.rows)} if self.rows else {})}
 
     def culprits(self, ranks: Sequence[int], module: str) -> tuple[Culprit, ...]:
         """Describe the ranks at fault."""
@@ -45,13 +59,19 @@ class Scene:
         )
 
 
+def place_of(site: str, rows: Sequence[int] = ()) -> str:
+    """Name a site and the rows of its experts: "layers.1.experts at 2 x 16 rows"."""
+    return f"{site} at {name_of(tuple(rows))} rows" if rows else site
+
+
 def sdc(finding: Finding, reproduced: int, repeats: int, scene: Scene) -> Incident:
     """Describe a numerical disagreement; somebody is named only against a strict majority."""
     module = finding.what if finding.reason in ("SDC_STATE", "SDC_AT_REST") else scene.site
     culprits = scene.culprits(finding.ranks, module)
     kind = Kind.SDC if finding.comparable else Kind.NOT_COMPARABLE
+    shown = scene.place if module == scene.site else module
     agree = len(finding.peers) - len(finding.ranks)
-    what = _WHAT[finding.reason].format(what=finding.what, site=scene.site)
+    what = _WHAT[finding.reason].format(what=finding.what, site=scene.place)
     votes = f"{agree} of {len(finding.peers)} peers agree against it, {_again(reproduced, repeats)}"
     if culprits:
         message = (
@@ -60,7 +80,7 @@ def sdc(finding: Finding, reproduced: int, repeats: int, scene: Scene) -> Incide
         )
     else:
         message = (
-            f"peers {list(finding.peers)} disagree at step {scene.step} on {module} "
+            f"peers {list(finding.peers)} disagree at step {scene.step} on {shown} "
             f"({_again(reproduced, repeats)}) and nobody can be named: {finding.why}; "
             "run hardware diagnostics on all of them, restart from the verified checkpoint"
         )
@@ -77,7 +97,7 @@ def sdc(finding: Finding, reproduced: int, repeats: int, scene: Scene) -> Incide
             "reproduced": reproduced,
             "repeats": repeats,
             "what": finding.what,
-            "site": scene.site,
+            **scene.evidence,
             "signatures": {str(rank): value for rank, value in finding.signatures.items()},
         },
         action=Action.REPLACE_MACHINE if culprits else Action.DIAGNOSE_HARDWARE,
@@ -165,7 +185,7 @@ def straggler(
         status=Status.ATTRIBUTED,
         message=(
             f"{name_ranks(culprits)} needs {slow:.2f} times as long as its peers for the same "
-            f"replay of {scene.site} ({compares}, step {scene.step}); check clocks, thermals and "
+            f"replay of {scene.place} ({compares}, step {scene.step}); check clocks, thermals and "
             "neighbours of that device; the latest checkpoint can be kept"
         ),
         step=scene.step,
@@ -175,7 +195,7 @@ def straggler(
             "seconds": {str(rank): value for rank, value in sorted(durations_s.items())},
             "times_the_others": {str(rank): factors.get(rank) for rank in ranks},
             "compares": compares,
-            "site": scene.site,
+            **scene.evidence,
         },
         action=Action.REPLACE_MACHINE,
     )
@@ -192,7 +212,7 @@ def group_slowdown(
         status=Status.INCONCLUSIVE,
         message=(
             f"peers {list(peers)} all need {factor:.2f} times as long as before for the same "
-            f"replay of {scene.site} ({compares}, rising for {checks} checks, step {scene.step}); "
+            f"replay of {scene.place} ({compares}, rising for {checks} checks, step {scene.step}); "
             "look for shared causes: power, cooling, clocks, a software change; no rank is at fault"
         ),
         step=scene.step,
@@ -202,7 +222,7 @@ def group_slowdown(
             "checks": checks,
             "seconds": {str(rank): value for rank, value in sorted(durations_s.items())},
             "compares": compares,
-            "site": scene.site,
+            **scene.evidence,
         },
         action=Action.ESCALATE,
     )

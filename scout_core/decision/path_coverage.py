@@ -93,6 +93,7 @@ class PathCoverage:
         self._catalogue_work = self._exact_work = self._skipped_work = 0
         self._due: dict[Shape, None] = {}  # representatives not yet replayed in this cycle, in turn
         self._owed: set[Shape] = set()  # vectors that waited when this cycle began
+        self._retired: set[Shape] = set()  # cannot be replayed, so they cover nothing
         self._turn = 0
         self.start_cycle()
 
@@ -126,7 +127,7 @@ class PathCoverage:
     def start_cycle(self) -> None:
         """Begin a cycle: every representative is due, and everything that waits now is owed."""
         representatives = self._catalog.representatives if self._catalog else ()
-        self._due = dict.fromkeys(representatives)
+        self._due = dict.fromkeys(r for r in representatives if r not in self._retired)
         self._owed = set(self._waiting)
 
     def on_step(self, step: int, shapes: Iterable[Shape]) -> None:
@@ -142,6 +143,10 @@ class PathCoverage:
                 self._catalogue_work += rows
             else:
                 self._wait(shape, rows, step)
+
+    def skip(self, rows: int) -> None:
+        """Account for executed rows whose vectors nobody knows."""
+        self._skipped_work += rows
 
     def plan(self, slots: int, queue: Sequence[Shape] | None = None) -> tuple[Shape, ...]:
         """Return the shapes to replay next, at most `slots`.
@@ -176,16 +181,33 @@ class PathCoverage:
             self._exact_work += self._waiting.pop(waiting).work
             self._owed.discard(waiting)
 
+    def postpone(self, shape: Shape) -> None:
+        """Put a representative whose replay came to nothing behind the others of its cycle."""
+        if shape in self._due:
+            del self._due[shape]
+            self._due[shape] = None
+
+    def retire(self, shape: Shape) -> None:
+        """Never replay a shape again; what it alone would cover is skipped from now on."""
+        self._retired.add(shape)
+        self._due.pop(shape, None)
+        self._owed.discard(shape)
+        waiting = self._waiting.pop(shape, None)
+        self._skipped_work += waiting.work if waiting else 0
+
     def _is_covered(self, shape: Shape) -> bool:
         if self._catalog is None:
             return False
-        return (
-            self._catalog.covers(shape) or self._catalog.covering(self._observe(shape)) is not None
-        )
+        if self._catalog.covers(shape):
+            return self._catalog.representative_of(shape) not in self._retired
+        covering = self._catalog.covering(self._observe(shape))
+        return covering is not None and covering not in self._retired
 
     def _wait(self, shape: Shape, rows: int, step: int) -> None:
         known = self._waiting.get(shape)
-        if known is not None:
+        if shape in self._retired:
+            self._skipped_work += rows
+        elif known is not None:
             self._waiting[shape] = replace(known, work=known.work + rows, last_step=step)
         elif len(self._waiting) < self._max_waiting:
             self._waiting[shape] = _Waiting(self._observe(shape), rows, step, step)

@@ -1,8 +1,9 @@
 """Which recipes a check replays: a fixed rotation, the same on every rank without a message.
 
-A recipe is one path class ("hidden:Block", "embedding", ..., "optimizer"). Every check replays one
-repeated layer, whose time is compared, and one other recipe. A cycle has replayed every recipe.
-Inside a recipe the sites take turns, one after the other.
+A recipe is one path class ("hidden:Block", "expert:Experts", "embedding", ..., "optimizer"). Every
+check replays one hidden layer and one expert stage, whose times are compared, and one other recipe.
+A cycle has replayed every recipe. Inside a recipe the sites take turns, one after the other; what
+an expert stage replays in its turn is in `decision.expert_replay`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from scout_core.errors import ScoutError
 
 OPTIMIZER = "optimizer"
 AUDIT = "audit"  # what a check is called when no recipe can be replayed: state is audited still
-REPEATED = ("hidden", "expert")  # roles of repeated layers
+HIDDEN = "hidden"  # roles of repeated layers
+EXPERT = "expert"
 
 
 class Turn(NamedTuple):
@@ -37,19 +39,24 @@ class Rotation:
             raise ScoutError(f"recipes {self.recipes} repeat a name; each path class has one turn")
 
     @property
-    def repeated(self) -> tuple[str, ...]:
-        """Recipes of repeated layers."""
-        return tuple(name for name in self.recipes if name.startswith(REPEATED))
+    def hidden(self) -> tuple[str, ...]:
+        """Recipes of hidden layers."""
+        return tuple(name for name in self.recipes if name.startswith(HIDDEN))
+
+    @property
+    def experts(self) -> tuple[str, ...]:
+        """Recipes of expert stages."""
+        return tuple(name for name in self.recipes if name.startswith(EXPERT))
 
     @property
     def others(self) -> tuple[str, ...]:
         """All other recipes."""
-        return tuple(name for name in self.recipes if not name.startswith(REPEATED))
+        return tuple(name for name in self.recipes if not name.startswith((HIDDEN, EXPERT)))
 
     @property
     def cycle_checks(self) -> int:
         """Checks after which every recipe has been replayed at least once."""
-        return max(len(self.repeated), len(self.others), 1)
+        return max(len(self.hidden), len(self.experts), len(self.others), 1)
 
     def turns(self, check: int) -> tuple[Turn, ...]:
         """Return what check number `check` (from 0) replays: at most one recipe of each sort.
@@ -58,7 +65,9 @@ class Rotation:
         nothing to replay, one turn of the recipe AUDIT remains.
         """
         turns = []
-        for names, timed in ((self.repeated, True), (self.others, not self.repeated)):
+        repeated = bool(self.hidden or self.experts)
+        sorts = ((self.hidden, True), (self.experts, True), (self.others, not repeated))
+        for names, timed in sorts:
             if names:
                 round_, position = divmod(check, len(names))
                 turns.append(Turn(names[position], round_, timed))
@@ -86,7 +95,7 @@ def expected_latency_steps(interval_steps: int, turns: int, sites: int) -> float
     """Mean steps from a fault in one site of one recipe to its check.
 
     Args:
-        turns: recipes that share the turns of this sort (`Rotation.repeated` or `.others`).
+        turns: recipes that share the turns of this sort (`Rotation.hidden`, ...).
         sites: modules that share the recipe's turns; 1 for a fault of the rank itself, which every
             replay of the path class shows.
 

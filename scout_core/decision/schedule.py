@@ -21,10 +21,11 @@ is the fingerprint. Roles are the branches of the device code.
 from __future__ import annotations
 
 import enum
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +35,7 @@ from scout_core.decision.dominance import Counts
 from scout_core.errors import ScoutError
 
 _Ints = NDArray[np.int64]
+Schedule = Literal["auto", "direct", "persistent"]
 
 
 class Phase(enum.Enum):
@@ -74,6 +76,10 @@ class Tile(NamedTuple):
         return "x".join(map(str, self))
 
 
+_SETTINGS = re.compile(
+    r"tile (\d+x\d+x\d+), weight tile (\d+x\d+x\d+), (even|ceil) slices <= (\d+), "
+    r"(auto|direct|persistent)"
+)
 _TILE = Tile(rows=32, columns=128, reduction=64)
 _WEIGHT_TILE = Tile(rows=64, columns=64, reduction=32)
 
@@ -196,13 +202,41 @@ class GroupedGemm:
     max_slices: int = 16
     """Most parts of the weight gradient's reduction; a power of two."""
     even_slices: bool = True
-    schedule: Literal["auto", "direct", "persistent"] = "auto"
+    schedule: Schedule = "auto"
     """"auto" is direct as long as every tile has an SM of its own."""
 
     def __post_init__(self) -> None:
         sizes = [self.in_features, self.out_features, self.experts, self.num_sms, self.max_slices]
         if min(*sizes, *self.tile, *self.weight_tile) < 1:
             raise ScoutError(f"every size of {self} must be >= 1")
+
+    @classmethod
+    def from_settings(
+        cls, in_features: int, out_features: int, experts: int, num_sms: int, settings: str
+    ) -> GroupedGemm:
+        """Read what `settings` returned, without a later suffix.
+
+        Raises:
+            ScoutError: not such a text.
+        """
+        found = _SETTINGS.match(settings)
+        if found is None:
+            raise ScoutError(
+                f"kernel settings {settings!r} are not those of the schedule model, so it cannot "
+                "say what other shapes execute; build the catalogue again"
+            )
+        tile, weight_tile, slicing, most, schedule = found.groups()
+        return cls(
+            in_features,
+            out_features,
+            experts,
+            num_sms,
+            Tile(*map(int, tile.split("x"))),
+            Tile(*map(int, weight_tile.split("x"))),
+            int(most),
+            slicing == "even",
+            cast("Schedule", schedule),
+        )
 
     @property
     def settings(self) -> str:

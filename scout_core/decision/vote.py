@@ -36,6 +36,10 @@ class Vote:
     constants: tuple[Any, ...] = ()
     leaves: tuple[tuple[str, tuple[int, ...], bool, tuple[int, ...]], ...] = ()
     """Per tensor argument: dtype, local shape, needs gradient, global shape of a DTensor."""
+    rows: tuple[int, ...] = ()
+    """Rows per local expert of the call, for an expert stage whose calls can be read."""
+    schedule: str = ""
+    """What must be equal for the same rows to execute the same: kernels, and rows when planned."""
     broken: str = ""
     """An internal error of SCOUT on this rank; everybody then switches SCOUT off."""
     units: tuple[str, ...] = field(default=())
@@ -56,6 +60,7 @@ class Vote:
             plain = json.loads(data)
             plain["constants"] = tuple(plain["constants"])
             plain["units"] = tuple(plain["units"])
+            plain["rows"] = tuple(plain["rows"])
             plain["leaves"] = tuple(
                 (dtype, tuple(shape), needs_grad, tuple(whole))
                 for dtype, shape, needs_grad, whole in plain["leaves"]
@@ -115,12 +120,16 @@ def count(votes: Mapping[int, Vote]) -> Ballot:
         return Ballot(False, dissent=different)
     if not all(vote.ready for vote in votes.values()):
         return _not_ready(votes)
-    for what in (lambda v: v.skeleton, lambda v: v.modes, _kinds):
+    for what in (lambda v: v.skeleton, lambda v: v.modes, lambda v: v.schedule, _kinds):
         different = _difference(votes, what, "WORK_DIFFERS")
         if different:
             return Ballot(False, dissent=different)
     shapes = {tuple(leaf[1] for leaf in vote.leaves) for vote in votes.values()}
-    remark = "input shapes differ between ranks: all replay the source's" if len(shapes) > 1 else ""
+    routed = any(
+        vote.rows for vote in votes.values()
+    )  # every rank has other tokens for its experts
+    differ = len(shapes) > 1 and not routed
+    remark = "input shapes differ between ranks: all replay the source's" if differ else ""
     return Ballot(True, remark=remark)
 
 

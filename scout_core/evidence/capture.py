@@ -90,31 +90,13 @@ class Recorder:
         self.capture: Capture | None = None
         self.error: Exception | None = None
         self._take = take
-        self._undo: Undo | None = self._install(module)
+        self._undo: Undo | None = before_calls(module, self._on_call)
 
     def close(self) -> None:
         """Remove the recorder from the module."""
         if self._undo is not None:
             self._undo()
             self._undo = None
-
-    def _install(self, module: nn.Module) -> Undo:
-        compiled = module._compiled_call_impl
-        if compiled is None:
-            return module.register_forward_pre_hook(self._on_call, with_kwargs=True).remove
-
-        # Note [In-place compiled modules]: `module.compile()` traces hooks into its graph, so a
-        # hook would be ignored or recompile it. Its entry point is called eagerly: wrap that.
-        def recorded(*args: Any, **kwargs: Any) -> Any:
-            self._on_call(module, args, kwargs)
-            return compiled(*args, **kwargs)
-
-        module._compiled_call_impl = recorded
-
-        def undo() -> None:
-            module._compiled_call_impl = compiled
-
-        return undo
 
     def _on_call(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or self._undo is None:
@@ -124,6 +106,27 @@ class Recorder:
         except Exception as error:  # noqa: BLE001 -- guard: a hook of SCOUT never raises
             self.error = error
         self.close()
+
+
+def before_calls(module: nn.Module, hook: Callable[[nn.Module, Any, Any], None]) -> Undo:
+    """Call the hook with (module, args, kwargs) before each forward; returns the undo."""
+    compiled = module._compiled_call_impl
+    if compiled is None:
+        return module.register_forward_pre_hook(hook, with_kwargs=True).remove
+
+    # Note [In-place compiled modules]: `module.compile()` traces hooks into its graph, so a
+    # hook would be ignored or recompile it. Its entry point is called eagerly: wrap that.
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        hook(module, args, kwargs)
+        return compiled(*args, **kwargs)
+
+    module._compiled_call_impl = watched
+
+    def undo() -> None:
+        if module._compiled_call_impl is watched:
+            module._compiled_call_impl = compiled
+
+    return undo
 
 
 def take_apart(args: Any, kwargs: Any) -> Arguments:
@@ -203,7 +206,9 @@ class _Walk:
         if isinstance(value, dict):
             keys = sorted(value, key=repr)  # peers may have filled the dict in another order
             values = [value[key] for key in keys]
-            return self._sequence("dict", values, lambda vs: dict(zip(keys, vs, strict=True)), repr(keys))
+            return self._sequence(
+                "dict", values, lambda vs: dict(zip(keys, vs, strict=True)), repr(keys)
+            )
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             return self._sequence(type(value).__name__, list(value), lambda vs: type(value)(*vs))
         if type(value) in (list, tuple):

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from scout_core.decision.evidence import Signature
+from scout_core.decision.expert_replay import Rows
 from scout_core.decision.origin import Trace
 from scout_core.decision.replay_verdict import BROADCAST, PARAMETERS, Report
 from scout_core.decision.vote import Vote
@@ -29,6 +30,7 @@ from scout_core.evidence.folding import signature_of
 from scout_core.evidence.optimizer_replay import OptimizerRecorder, updated
 from scout_core.evidence.replay import Device, Inputs, Replayed, is_finite, replay, trace
 from scout_core.evidence.stand_in import stand_in
+from scout_core.integration.expert_calls import ExpertCalls, captured_rows, resized
 from scout_core.integration.framework import Framework, Site
 
 
@@ -71,6 +73,7 @@ class ModuleSubject:
             framework.gradient_of,
         )
         self._recorder = Recorder(site.module, self._take)
+        self._held: Arguments | None = None
         self._inputs: Inputs | None = None
 
     def vote(self, step: int, recipe: str) -> Vote:
@@ -83,14 +86,15 @@ class ModuleSubject:
             return replace(base, ready=False, why_not=why)
         if self._site.module.training is not capture.modes.training:
             return replace(base, ready=False, why_not=f"{self._site.name} changed its mode")
-        return _vote_of(base, capture.arguments, str(capture.modes))
+        return self._vote(base, capture)
 
     def prepare(self, of_source: Vote) -> None:
         capture = self._recorder.capture
         assert capture is not None  # voted ready
+        assert self._held is not None
         self._inputs = Inputs(
-            capture.arguments,
-            copies_for(capture.arguments, of_source),
+            self._held,
+            copies_for(self._held, of_source),
             of_source.constants,
             [needs for _, _, needs, _ in of_source.leaves],
             {name: state.clone() for name, state in sorted(capture.rng.items())},
@@ -117,7 +121,12 @@ class ModuleSubject:
     def close(self) -> None:
         self._recorder.close()
         self._recorder.capture = None
+        self._held = None
         self._inputs = None
+
+    def _vote(self, base: Vote, capture: Capture) -> Vote:
+        self._held = capture.arguments
+        return _vote_of(base, self._held, str(capture.modes))
 
     def _take(self, args: Any, kwargs: Any) -> Capture:
         return Capture(
@@ -125,6 +134,35 @@ class ModuleSubject:
             self._framework.get_rng(),
             Modes.of(self._site.module, self._framework.device),
         )
+
+
+class ExpertSubject(ModuleSubject):
+    """Replay of one call of an expert stage, at the rows it had or at planned ones."""
+
+    def __init__(
+        self, framework: Framework, site: Site, calls: ExpertCalls, clock: Clock, repeats: int
+    ) -> None:
+        super().__init__(framework, site, clock, repeats)
+        self._calls = calls
+        self.rows: Rows | None = None
+        """Rows per local expert to replay; None: those of the captured call."""
+
+    @property
+    def was_called(self) -> bool:
+        """The stage was called in the step that was recorded."""
+        return self._recorder.capture is not None
+
+    def _vote(self, base: Vote, capture: Capture) -> Vote:
+        """Planned rows must be equal on all peers; captured ones differ, and the source's count."""
+        if capture.arguments.unknown:
+            return super()._vote(base, capture)
+        kernels = repr(self._calls.kernels)
+        if self.rows is None:
+            rows = captured_rows(self._calls, capture.arguments)
+            return replace(super()._vote(base, capture), rows=rows, schedule=kernels)
+        self._held = resized(self._calls, capture.arguments, self.rows)
+        vote = _vote_of(base, self._held, str(capture.modes))
+        return replace(vote, rows=self.rows, schedule=f"{list(self.rows)} rows by {kernels}")
 
 
 class OptimizerSubject:
