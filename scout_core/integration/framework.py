@@ -22,7 +22,6 @@ from scout_core.evidence.isolate import Materialised, plain_leaf
 from scout_core.evidence.optimizer_replay import ELEMENTWISE
 from scout_core.evidence.rng import RngState, get_rng, set_rng
 from scout_core.integration.expert_calls import ExpertCalls
-from scout_core.integration.expert_calls import ExpertCalls
 from scout_core.integration.restore_state import TrainingState
 
 Role = Literal["hidden", "embedding", "head", "other", "expert"]
@@ -42,8 +41,6 @@ class Site:
     apart: tuple[str, ...] = ()
     """Prefixes of parameter names, as in `module.named_parameters()`, that peers of this layout do
     not share: the experts inside a layer, which are another site."""
-    experts: ExpertCalls | None = None
-    """Of an expert stage: how its calls carry rows per expert; None when that is not known."""
     experts: ExpertCalls | None = None
     """Of an expert stage: how its calls carry rows per expert; None when that is not known."""
 
