@@ -22,6 +22,7 @@ from torch import nn
 
 from integration_tests import deepspeed_models as models
 from integration_tests.deepspeed_cases import CONFIGS, Layout, Options, Result
+from scout_core.errors import ScoutError
 from scout_core.lab.faults import Corruption, FaultAt, flip_bit
 from scout_core.lab.injection import Target, inject
 from scout_core.lab.model import GPT, Block, GPTConfig, Text, loss_of
@@ -203,3 +204,40 @@ def digest(tensors: list[torch.Tensor]) -> str:
     for tensor in tensors:
         total.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return total.hexdigest()
+
+
+def refusals(rank: int, blocks: list[Any]) -> list[str]:
+    """What `deepspeed.initialize` says to each block."""
+    said = []
+    for block in blocks:
+        config = config_of(Layout("zero1.json", 1), None) | {"scout": block}
+        try:
+            build(Layout("zero1.json", 1), config, Options())
+        except ScoutError as error:
+            said.append(str(error))
+    return said
+
+
+def skip_steps(rank: int, layout: Layout, options: Options) -> tuple[int, int, int, list[str]]:
+    """Train with two steps whose gradients are infinite; DeepSpeed skips their updates."""
+    engine = build(layout, config_of(layout, options.scout, options.run_dir), options)
+    data = batches(layout, engine, options.seed)
+    for step in range(options.steps):
+        for _ in range(engine.gradient_accumulation_steps()):
+            engine.backward(loss_of(engine, *next(data)) * (torch.inf if step in (1, 2) else 1.0))
+            engine.step()
+    session = engine.scout
+    gaps = list(session.coverage().not_covered)
+    return engine.skipped_steps, session.step_count, session.check_count, gaps
+
+
+def close_early(rank: int, layout: Layout, options: Options) -> tuple[int, list[str]]:
+    """Close the session after two steps of four; name the methods that stay wrapped."""
+    engine = build(layout, config_of(layout, options.scout, options.run_dir), options)
+    data = batches(layout, engine, options.seed)
+    for step in range(4):
+        if step == 2:
+            engine.scout.close()
+        step_once(layout, engine, data)
+    wrapped = [name for name in ("step", "train_batch") if name in vars(engine)]
+    return engine.scout.step_count, wrapped

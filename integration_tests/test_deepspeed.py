@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import os
 import pathlib
 import random
+import socket
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -179,3 +184,135 @@ def test_a_corrupt_master_weight_is_named_by_its_owner_alone(
         (incident,) = result.incidents
         assert incident.reason in ("SDC_AT_REST", "SDC_MASTER_COHERENCE")
         assert incident.culprit_ranks == (fault.rank,)
+
+
+BAD_BLOCKS = {
+    "unknown key 'interval'": {"enabled": True, "interval": 3},
+    "unknown key 'hang.limit'": {"enabled": True, "hang": {"limit": 3}},
+    "interval_steps=0": {"enabled": True, "interval_steps": 0},
+    "interval_steps='3 steps'": {"enabled": True, "interval_steps": "3 steps"},
+    "it must be an object": "on",
+    "matches no module": {"enabled": True, "layers": "^blocks"},
+}
+
+
+def test_initialize_refuses_a_bad_block_with_one_error_that_names_the_key() -> None:
+    for said in run_ranks(2, run, "refusals", list(BAD_BLOCKS.values()), timeout_s=60):
+        assert len(said) == len(BAD_BLOCKS)
+        for expected, text in zip(BAD_BLOCKS, said, strict=True):
+            assert expected in text
+
+
+def test_ulysses_with_a_mesh_keeps_sequence_partners_apart(tmp_path: pathlib.Path) -> None:
+    mesh = {"data_parallel_size": 3}
+    layout = replace(LAYOUTS["ulysses"], kind="ulysses_mesh", overrides=mesh)
+    fault = FaultAt("sdc", drawn().randrange(6), step=0, magnitude=Magnitude.SIGN)
+    options = Options(QUIET, steps=4, faults=(fault,), run_dir=str(tmp_path))
+    for result in on_ranks(layout, options):
+        (incident,) = result.incidents
+        assert incident.culprit_ranks == (fault.rank,)
+        assert incident.peer_group == layout.peers_of(fault.rank)
+
+
+def test_steps_that_overflow_are_checked_and_retire_no_recipe(tmp_path: pathlib.Path) -> None:
+    overflow = {"bf16": {"enabled": True, "check_grad_overflow": True}}
+    layout = replace(LAYOUTS["zero2"], ranks=3, overrides=overflow)
+    options = Options(QUIET, steps=5, run_dir=str(tmp_path))
+    for skipped, steps, checks, gaps in run_ranks(3, run, "skip_steps", layout, options):
+        assert (skipped, steps, checks, gaps) == (2, 5, 5, [])
+
+
+@pytest.mark.parametrize("name", ["zero3", "pipeline"])
+def test_a_closed_session_leaves_the_engine_as_it_was(name: str, tmp_path: pathlib.Path) -> None:
+    layout = LAYOUTS[name]
+    options = Options(EVERYTHING, run_dir=str(tmp_path))
+    for steps, wrapped in run_ranks(layout.ranks, run, "close_early", layout, options):
+        assert (steps, wrapped) == (2, [])
+
+
+def test_counters_reach_deepspeeds_monitor(tmp_path: pathlib.Path) -> None:
+    monitor = {"csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}}
+    fault = FaultAt("sdc", 1, step=0, magnitude=Magnitude.SIGN)
+    options = Options(QUIET, steps=3, faults=(fault,), run_dir=str(tmp_path / "run"))
+    on_ranks(replace(LAYOUTS["zero1"], ranks=3, overrides=monitor), options)
+    written = {path.name: path.read_text() for path in (tmp_path / "job").glob("Scout_*.csv")}
+    assert {"Scout_checks.csv", "Scout_armed.csv", "Scout_incidents.csv"} <= written.keys()
+    assert "Scout_incidents_sdc.csv" in written
+    assert written["Scout_checks.csv"].split()[-1].endswith(",3.0")
+
+
+SCRIPT = pathlib.Path(__file__).with_name("deepspeed_script.py")
+
+
+def write_config(folder: pathlib.Path, scout: dict[str, object]) -> pathlib.Path:
+    """A configuration as a user writes it."""
+    path = folder / "ds_config.json"
+    config = {
+        "train_micro_batch_size_per_gpu": 8,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 2},
+        "scout": {"enabled": True, "interval_steps": 2, "run_dir": str(folder / "run"), **scout},
+    }
+    path.write_text(json.dumps(config))
+    return path
+
+
+def torchrun(folder: pathlib.Path, module: Sequence[str], config: pathlib.Path) -> str:
+    """Run the unchanged script on 3 ranks; return what it printed."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]
+    losses = folder / "losses.json"
+    kept = {name: value for name, value in os.environ.items() if name != "SCOUT_AUTOLOAD"}
+    done = subprocess.run(
+        [*command, *module, str(SCRIPT), str(config), str(losses)],
+        env=kept | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    return f"{done.stdout}\n{losses.read_text()}"
+
+
+def test_an_unchanged_script_needs_only_the_block_and_the_launcher(tmp_path: pathlib.Path) -> None:
+    config = write_config(tmp_path, {})
+    armed = torchrun(tmp_path, ["-m", "scout_deepspeed.run"], config)
+    plain = torchrun(tmp_path, [], config)
+    assert "scout: deepspeed, 1 peer group(s) of 3 can attribute" in armed
+    assert "scout: 3 checks in 6 steps, 0 incident(s)" in armed
+    assert "scout:" not in plain
+    assert armed.splitlines()[-1] == plain.splitlines()[-1]  # the losses
+
+
+IMPORT_FIRST = (
+    "import sys, runpy, scout_deepspeed; del sys.argv[0];"
+    "runpy.run_path(sys.argv[0], run_name='__main__')"
+)
+
+
+@pytest.mark.parametrize(
+    ("way", "environment"), [(["-c", IMPORT_FIRST], {}), ([], {"SCOUT_AUTOLOAD": "1"})]
+)
+def test_an_import_or_torchs_autoload_arms_too(
+    way: list[str], environment: dict[str, str], tmp_path: pathlib.Path
+) -> None:
+    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    port = {"MASTER_PORT": str(free_port()), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    config, losses = write_config(tmp_path, {}), tmp_path / "losses.json"
+    done = subprocess.run(
+        [sys.executable, *way, str(SCRIPT), str(config), str(losses)],
+        env={**os.environ, **place, **port, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert "scout: deepspeed, 1 peer group(s) of 1" in done.stderr
+
+
+def free_port() -> int:
+    """A port that the kernel chose."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
