@@ -4,7 +4,7 @@
 The scale is the median absolute deviation of z over the last 64 clean checks, each rank about its
 own median: a rank that is slow all the time has an offset, not a scatter, and cannot hide in the
 scale, not even when it was slow from the first check on. Until there is history, a prior of 3 %
-stands in. A check that looks suspicious waits: it joins the history when it has left the window of
+stands in, and 10 % at first. A check that looks suspicious waits: it joins the history when it has left the window of
 three and nobody was blamed meanwhile, so that a straggler never counts as noise but ranks that
 became noisy do. Noise that doubles is believed before it fills the history (`noise_of`,
 `window_scale`), and noise that lasts over several checks is not averaged away (`_persistence`).
@@ -24,6 +24,8 @@ WINDOW = 3  # checks that are judged together
 HISTORY = 64  # clean checks whose scatter is the scale
 PRIOR_SCALE = 0.03  # of log time; stands in until there is history
 PRIOR_CHECKS = 3  # weight of the prior
+COLD_SCALE = 0.10  # the least that is believed before COLD_CHECKS clean checks were seen:
+COLD_CHECKS = 6  # a job on busy machines would be accused by the prior alone
 NORMAL = 1.4826  # median absolute deviation -> standard deviation of a normal
 RECENT = 12  # clean checks that show whether the ranks became noisier
 NOISIER = 2.0  # times the usual scale: beyond this the new one is believed
@@ -68,7 +70,7 @@ def noise_of(history: Sequence[Check], ranks: tuple[int, ...]) -> Noise:
     z = z[~np.isnan(z).all(axis=1)] - offsets
     checks = len(z)
     if checks < 2:
-        return Noise(PRIOR_SCALE, 1.0, offsets)
+        return Noise(COLD_SCALE, 1.0, offsets)
     correction = NORMAL * math.sqrt(checks / (checks - 1))
     measured, recent = (
         correction * float(np.median(np.abs(part[~np.isnan(part)]))) for part in (z, z[-RECENT:])
@@ -76,7 +78,8 @@ def noise_of(history: Sequence[Check], ranks: tuple[int, ...]) -> Noise:
     measured = recent if recent > NOISIER * measured else measured
     prior = PRIOR_CHECKS * PRIOR_SCALE**2
     scale = math.sqrt((prior + (checks - 1) * measured**2) / (PRIOR_CHECKS + checks - 1))
-    return Noise(scale, _persistence(z, measured), offsets)
+    least = COLD_SCALE if checks < COLD_CHECKS else 0.0
+    return Noise(max(scale, least), _persistence(z, measured), offsets)
 
 
 def _persistence(centred: Array, scale: float) -> float:
