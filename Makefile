@@ -4,7 +4,7 @@ BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 export GLOO_SOCKET_IFNAME ?= lo
 
-.PHONY: demo test check bench clean setup
+.PHONY: demo test test-unit check bench clean setup
 
 # torch first and pinned: a later, unpinned install would pull gigabytes of CUDA packages.
 .venv/ready: pyproject.toml
@@ -13,16 +13,23 @@ export GLOO_SOCKET_IFNAME ?= lo
 	$(BIN)/pip install -q -e ".[test]"
 	touch .venv/ready
 
+# The frameworks that the integration tests run through, in the versions they are checked with.
+.venv/frameworks: .venv/ready
+	$(BIN)/pip install -q torchtitan==0.2.2 megatron-core==0.16.1 deepspeed==0.19.8 ninja
+	touch .venv/frameworks
+
 setup: .venv/ready
 
 demo: .venv/ready
 	$(BIN)/scout demo
 
-test: .venv/ready
-	$(BIN)/python -m pytest tests
+test: test-unit .venv/frameworks
 	$(BIN)/python -m pytest integration_tests
 
-check: .venv/ready
+test-unit: .venv/ready
+	$(BIN)/python -m pytest tests
+
+check: .venv/frameworks
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
