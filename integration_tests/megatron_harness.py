@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Self
 
 from integration_tests.megatron_cases import Job, RankResult, read_result
-from integration_tests.megatron_server import NEEDS_TRITON
 from integration_tests.torchtitan_harness import ROOT, START_S, JobFailed, TitanServer, environment
 from integration_tests.torchtitan_job import Outcome
 
@@ -38,7 +37,6 @@ class MegatronServer(TitanServer):
         command = [sys.executable, "-W", "ignore", "-m", "integration_tests.megatron_server"]
         if self._tree is not None:
             more["PYTHONPATH"] = str(self._tree)
-            command.append(NEEDS_TRITON)
         self._process = subprocess.Popen(
             command,
             cwd=ROOT,

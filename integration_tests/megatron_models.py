@@ -198,7 +198,7 @@ class GatheringAttention(nn.Module):
         """(length, batch, heads, width) of this rank -> (length, batch, heads * width)."""
         group = parallel_state.get_context_parallel_group()
         ranks, mine = dist.get_world_size(group), dist.get_rank(group)
-        places = [_places(query.shape[0], ranks, rank) for rank in range(ranks)]
+        places = [places_of(ranks, rank) for rank in range(ranks)]
         keys = _Gather.apply(key, group).flatten(0, 1).permute(1, 2, 3, 0)
         values = _Gather.apply(value, group).flatten(0, 1).permute(1, 2, 0, 3)
         scores = query.permute(1, 2, 0, 3) @ keys / math.sqrt(query.shape[-1])
@@ -207,12 +207,10 @@ class GatheringAttention(nn.Module):
         return mixed.permute(2, 0, 1, 3).flatten(2)
 
 
-def _places(length: int, ranks: int, rank: int) -> torch.Tensor:
-    half = length // 2
-    mirror = 2 * ranks - rank - 1
-    return torch.cat(
-        [
-            torch.arange(rank * half, (rank + 1) * half),
-            torch.arange(mirror * half, (mirror + 1) * half),
-        ]
-    )
+def places_of(ranks: int, rank: int) -> torch.Tensor:
+    """Positions of a rank's tokens in the whole sequence; all of them without other ranks."""
+    if ranks == 1:
+        return torch.arange(CONTEXT)
+    half, mirror = CONTEXT // (2 * ranks), 2 * ranks - rank - 1
+    first = torch.arange(rank * half, (rank + 1) * half)
+    return torch.cat([first, torch.arange(mirror * half, (mirror + 1) * half)])

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_layer import TransformerLayer
-from megatron.core.utils import get_batch_on_this_cp_rank
 from scout_megatron import attach
 from scout_megatron.optimizers import parts_of
 from scout_megatron.replaying import auxiliary_losses
@@ -94,11 +93,12 @@ def loss_of(per_token: torch.Tensor) -> Any:
 def batches(job: Job) -> Iterator[dict[str, torch.Tensor]]:
     """Yield micro-batches: one text per data replica, and this rank's part of it."""
     text, replica, number = Text(models.CONTEXT), parallel_state.get_data_parallel_rank(), 0
+    mine = models.places_of(job.layout.context, parallel_state.get_context_parallel_rank())
     while True:
         tokens, labels = text.batch(job.seed, replica, number, BATCH)
         positions = torch.arange(models.CONTEXT).expand(BATCH, -1)
         batch = {"tokens": tokens, "labels": labels, "positions": positions}
-        yield get_batch_on_this_cp_rank(batch) if job.layout.context > 1 else batch
+        yield {name: part[:, mine] for name, part in batch.items()}
         number += 1
 
 

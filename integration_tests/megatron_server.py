@@ -7,7 +7,6 @@ one. Reads pickled jobs from stdin, writes pickled outcomes to stdout.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pickle
 import sys
@@ -16,16 +15,12 @@ from typing import BinaryIO
 from integration_tests import megatron_shim
 from integration_tests.torchtitan_server import run_job
 
-NEEDS_TRITON = "--needs-triton"  # megatron-core 0.18 imports it without asking
 
-
-def serve(requests: BinaryIO, answers: BinaryIO, needs_triton: bool) -> None:
+def serve(requests: BinaryIO, answers: BinaryIO) -> None:
     """Answer one job after the other until stdin is closed."""
     megatron_shim.install()
-    stand_in = megatron_shim.stand_in_for_triton if needs_triton else contextlib.nullcontext
-    with stand_in():
-        from integration_tests.megatron_rank import run_rank
-    megatron_shim.repair()
+    from integration_tests.megatron_rank import run_rank
+
     pickle.dump("ready", answers)
     answers.flush()
     while True:
@@ -40,4 +35,4 @@ def serve(requests: BinaryIO, answers: BinaryIO, needs_triton: bool) -> None:
 if __name__ == "__main__":
     to_parent = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever is printed must not mix with the answers
-    serve(sys.stdin.buffer, to_parent, NEEDS_TRITON in sys.argv)
+    serve(sys.stdin.buffer, to_parent)

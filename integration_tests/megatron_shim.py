@@ -1,4 +1,4 @@
-"""Make the real megatron-core run on CPU with gloo; test side only, installed before its import.
+"""Make the real Megatron run on CPU with gloo; test side only, installed before its import.
 
 Nothing of Megatron is edited: the entry points of torch.cuda that it calls without asking are put
 on the CPU, and what gloo lacks is made of what it has. On a machine with a GPU nothing is changed.
@@ -9,23 +9,30 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import importlib.abc
 import importlib.machinery
 import importlib.util
 import os
 import sys
 import time
 import types
-from collections.abc import Callable, Iterator
+import typing
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import typing_extensions
 
 _FACTORIES = (
     *("arange", "as_tensor", "empty", "empty_like", "full", "full_like", "linspace", "ones"),
     *("ones_like", "rand", "randint", "randn", "tensor", "zeros", "zeros_like"),
 )
 _installed = False
+
+
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def install() -> None:
@@ -41,6 +48,9 @@ def install() -> None:
     _share_one_generator()
     _speak_gloo()
     _gather_unequal_parts()
+    if not hasattr(typing, "override"):  # 0.18 is meant for Python 3.12
+        typing.override = typing_extensions.override
+    sys.meta_path.insert(0, _Finder())
 
 
 def _set(owner: Any, **attributes: Any) -> None:
@@ -270,14 +280,6 @@ def _gather_unequal_parts() -> None:
     _set(dist, all_gather=all_gather, reduce_scatter=reduce_scatter)
 
 
-def repair() -> None:
-    """After Megatron's import: 0.16.1 without Transformer Engine leaves one name undefined."""
-    from megatron.core.transformer.moe import moe_utils
-
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None
-
-
 class _Anything(types.ModuleType):
     """Has every attribute, and leaves what it decorates as it is."""
 
@@ -291,22 +293,60 @@ class _Anything(types.ModuleType):
 
 
 @contextlib.contextmanager
-def stand_in_for_triton() -> Iterator[None]:
-    """Let 0.18 import its kernel files on a machine without triton; they are never called.
+def _stand_in_for_triton() -> Iterator[None]:
+    """Let a file define its kernels on a machine without triton; they are never called.
 
     The stand-in is gone afterwards, so that torch does not come to believe in it.
     """
-    if importlib.util.find_spec("triton") is not None:
-        yield
-        return
-    names = ("triton", "triton.language")
-    stubs = {name: _Anything(name) for name in names}
-    for name, stub in stubs.items():
-        stub.__spec__ = importlib.machinery.ModuleSpec(name, None)
-    stubs["triton"].__version__ = "0.0"
+    stubs = {name: _Anything(name) for name in ("triton", "triton.language")}
     sys.modules |= stubs
     try:
         yield
     finally:
-        for name in names:
+        for name in stubs:
             del sys.modules[name]
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Loads the few modules of Megatron that need a hand."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name not in _AFTERWARDS and name not in _NEEDS_TRITON:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader)
+        return spec
+
+
+class _Loader(importlib.abc.Loader):
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> Any:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        stand_in = _stand_in_for_triton() if module.__name__ in _NEEDS_TRITON else None
+        with stand_in or contextlib.nullcontext():
+            self._loader.exec_module(module)
+        _AFTERWARDS.get(module.__name__, _nothing)(module)
+
+
+def _allow_no_cuda(module: Any) -> None:
+    module.initialize_megatron = functools.partial(module.initialize_megatron, allow_no_cuda=True)
+
+
+def _name_missing_gemm(module: Any) -> None:
+    """0.16.1 without Transformer Engine leaves one name undefined."""
+    module.te_general_gemm = getattr(module, "te_general_gemm", None)
+
+
+_NEEDS_TRITON = ("megatron.core.transformer.moe.paged_stash",) if not _has_triton() else ()
+_AFTERWARDS: dict[str, Callable[[Any], None]] = {
+    "megatron.core.transformer.moe.moe_utils": _name_missing_gemm,
+    "megatron.core.datasets.utils": lambda module: _set(module, compile_helpers=_nothing),
+    "megatron.training.initialize": _allow_no_cuda,
+}
