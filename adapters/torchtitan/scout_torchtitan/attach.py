@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import functools
 import pathlib
 import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torchtitan.components.checkpoint import CheckpointManager
 
 from scout_core.errors import ScoutError
+from scout_core.evidence.capture import Undo
 from scout_core.integration import enable
 from scout_core.integration.models import Patterns
 from scout_core.integration.session import Session
+from scout_core.integration.wrapping import wrap_method
 from scout_torchtitan.framework import TorchTitan
 from scout_torchtitan.metrics import add_metrics
+from scout_torchtitan.phases import publish_phases
 from scout_torchtitan.settings import config_of
 
 
@@ -22,8 +25,9 @@ def attach(trainer: Any, checkpointer: CheckpointManager) -> Session:
     """Start a session for this trainer; all ranks call it together, before training starts.
 
     Args:
-        trainer: a `torchtitan.train.Trainer`, or a subclass, whose job config has `[scout]`.
-        checkpointer: its checkpoint manager, which the trainer does not have yet.
+        trainer: a `torchtitan.train.Trainer`, or a subclass, whose job config has `[scout]`; it
+            gets the session as `trainer.scout`.
+        checkpointer: its checkpoint manager, which the trainer does not hold yet.
 
     Raises:
         ScoutError: a bad value, or a job that SCOUT cannot follow. Nothing has been attached then.
@@ -36,10 +40,11 @@ def attach(trainer: Any, checkpointer: CheckpointManager) -> Session:
     framework = TorchTitan(trainer, Patterns(config.layers, config.embedding, config.head))
     started = time.strftime("%Y%m%d-%H%M%S")
     folder = job.scout.run_dir or pathlib.Path(job.job.dump_folder) / "scout" / started
-    session = enable.attach(framework, config, run_dir=folder)
+    session = enable.attach(framework, config, run_dir=folder, dataloader=trainer.dataloader)
     trainer.scout = session
-    add_metrics(trainer.metrics_processor, session)
-    _close_with(trainer, session)
+    undos = publish_phases(trainer, checkpointer, session)
+    undos.append(add_metrics(trainer.metrics_processor, session))
+    _close_with(trainer, session, undos)
     return session
 
 
@@ -62,13 +67,13 @@ def refuse_unknown_ranks(job: Any) -> None:
         )
 
 
-def _close_with(trainer: Any, session: Session) -> None:
+def _close_with(trainer: Any, session: Session, undos: Sequence[Undo]) -> None:
     """Close the session first when the trainer is closed: its groups need the process group."""
-    original = trainer.close
 
-    @functools.wraps(original)
-    def close() -> None:
+    def around(original: Callable[[], None]) -> None:
         session.close()
+        for undo in reversed(undos):
+            undo()
         original()
 
-    trainer.close = close
+    wrap_method(trainer, "close", around)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torchtitan.components.optimizer import OptimizersContainer, OptimizersInBackwardContainer
 from torchtitan.models.moe.moe import GroupedExperts
 
 from scout_core.decision.topology import Topology
@@ -23,6 +24,7 @@ from scout_core.integration.models import (
     plain_name,
     unwrapped,
 )
+from scout_core.integration.restore_state import TrainingState
 from scout_torchtitan.addresses import check_against_meshes, topology_of
 
 LAYERS = r"(^|\.)layers\.[^.]+$"
@@ -46,7 +48,7 @@ class TorchTitan(ShardedByFSDP2):
         super().__init__(trainer.model_parts)
         self.device: torch.device = trainer.device
         self._dims = trainer.parallel_dims
-        self._optimizers = trainer.optimizers
+        self._optimizers: OptimizersContainer = trainer.optimizers
         self._topology = topology_of(self._dims)
         check_against_meshes(self._dims, self._topology, dist.get_rank())
         self._sites: list[Site] = []
@@ -71,8 +73,17 @@ class TorchTitan(ShardedByFSDP2):
     def optimizers(self) -> Sequence[torch.optim.Optimizer]:
         return list(self._optimizers)
 
+    def training_state(self) -> TrainingState | None:
+        return None  # torchtitan writes its own checkpoints, see `checkpoints`
+
     def state_units(self) -> Sequence[StateUnit]:
         return state_units(self._models, self._sites, self.optimizers())
+
+    def before_update(self, hook: Callable[[], None]) -> Undo:
+        if isinstance(self._optimizers, OptimizersInBackwardContainer):
+            return lambda: None  # parameters are updated one by one inside of the backward pass
+        undo: Undo = self._optimizers.register_step_pre_hook(lambda *_: hook()).remove
+        return undo
 
     def on_step_end(self, hook: Callable[[], None]) -> Undo:
         # The container steps once per optimizer step, whatever number of optimizers it holds.

@@ -2,45 +2,28 @@
 
 from __future__ import annotations
 
-import functools
-from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
-from scout_core.decision.incident import Kind
+from scout_core.evidence.capture import Undo
+from scout_core.integration.counters import counters
 from scout_core.integration.session import Session
+from scout_core.integration.wrapping import wrap_method
 
 PREFIX = "scout/"
 
 
-def counters(session: Session) -> dict[str, float]:
-    """Return how often SCOUT checked and what it reported so far, by kind of incident."""
-    kinds = Counter(incident.kind for incident in session.incidents())
-    found = {f"{PREFIX}incidents/{kind.value}": float(kinds[kind]) for kind in Kind if kinds[kind]}
-    return {
-        f"{PREFIX}checks": float(session.check_count),
-        f"{PREFIX}armed": float(session.armed),
-        f"{PREFIX}incidents": float(kinds.total()),
-        **found,
-    }
-
-
-def add_metrics(processor: Any, session: Session) -> None:
+def add_metrics(processor: Any, session: Session) -> Undo:
     """Let each `log` call of this metrics processor carry SCOUT's counters too.
 
     Args:
         processor: a `torchtitan.components.metrics.MetricsProcessor`; only this object changes.
     """
-    original = processor.log
 
-    @functools.wraps(original)
-    def log(
-        step: int,
-        global_avg_loss: float,
-        global_max_loss: float,
-        grad_norm: float,
-        extra_metrics: dict[str, Any] | None = None,
+    def around(
+        original: Callable[..., None], *args: Any, extra_metrics: Any = None, **kwargs: Any
     ) -> None:
-        both = {**(extra_metrics or {}), **counters(session)}
-        original(step, global_avg_loss, global_max_loss, grad_norm, both)
+        found = {f"{PREFIX}{name}": value for name, value in counters(session).items()}
+        original(*args, extra_metrics={**(extra_metrics or {}), **found}, **kwargs)
 
-    processor.log = log
+    return wrap_method(processor, "log", around)
