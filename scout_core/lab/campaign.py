@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from scout_core.decision.incident import Incident
+from scout_core.decision.incident import Incident, Kind
 from scout_core.evidence.capture import local_of
 from scout_core.integration.session import Session
 from scout_core.lab.drill import DrillPlan, start, train_step
@@ -68,7 +68,7 @@ class CampaignOutcome:
     clean_checks: int
     """Checks in healthy state."""
     false: list[dict[str, Any]]
-    """Incidents in healthy state, and incidents that name a healthy rank."""
+    """Incidents in healthy state; not the whole group's slow-down, which a busy machine causes."""
 
     @property
     def missed(self) -> list[Shot]:
@@ -179,7 +179,7 @@ def campaign_rank(rank: int, plan: CampaignPlan, folder: str) -> CampaignOutcome
         shots.append(Shot(fault, named, tuple(sorted({i.reason for i in found})), checks))
         healthy, alarms = job.settle(plan.clean_checks)
         clean += healthy
-        false += [incident.to_json() for incident in alarms]
+        false += [i.to_json() for i in alarms if i.kind is not Kind.GROUP_SLOWDOWN]
     job.session.close()
     dist.barrier()
     return CampaignOutcome(shots, clean, false)
