@@ -1,9 +1,8 @@
-"""TorchTitan's own Trainer on CPU: each layout, each fault, and the same bits with SCOUT on and off."""
+"""TorchTitan's own Trainer on CPU: each layout, each fault; and not one bit of training changed."""
 
 from __future__ import annotations
 
 import importlib.util
-import os
 import pathlib
 import random
 from collections.abc import Iterator
@@ -41,7 +40,7 @@ def assets(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return make_assets(tmp_path_factory.mktemp("assets"))
 
 
-@pytest.fixture()
+@pytest.fixture
 def seed() -> int:
     drawn = random.SystemRandom().randrange(1 << 20)
     print(f"seed {drawn}")

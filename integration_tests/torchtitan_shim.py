@@ -65,7 +65,8 @@ def _load_moe_kernels() -> None:
         return
     path = pathlib.Path(found.submodule_search_locations[0]) / "models" / "moe" / "kernels.py"
     spec = importlib.util.spec_from_file_location(_KERNELS, path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     stand_in, language = types.ModuleType("triton"), types.ModuleType("triton.language")
     stand_in.jit = lambda function: function  # type: ignore[attr-defined]
