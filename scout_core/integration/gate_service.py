@@ -255,6 +255,12 @@ class GateService:
         return [saved for saved in slots if saved is not None]
 
     @property
+    def proven(self) -> Saved | None:
+        """The newest checkpoint between two clean cycles, certified or not."""
+        found = (self._gate.verified, self._gate.uncertified)
+        return max((s for s in found if s is not None), key=lambda s: s.step, default=None)
+
+    @property
     def latest(self) -> Saved | None:
         """The newest checkpoint of this run."""
         return self._gate.latest

@@ -220,6 +220,14 @@ class Session:
         if self.hang is not None:
             self.hang.resume()
 
+    def note(self, event: str, **fields: Any) -> None:
+        """Write one event of an adapter's; rank 0 does."""
+        self._emit(event, **fields)
+
+    def at_close(self, undo: Undo) -> None:
+        """Take this away, too, when the session is closed; the last one comes first."""
+        self._undo.append(undo)
+
     def close(self) -> None:
         """Take every hook away and give SCOUT's groups back; training can go on."""
         if self._closed:
