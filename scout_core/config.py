@@ -44,6 +44,21 @@ class CommunicationConfig(_Model):
     """Also time the job's own collectives on entry and completion (CPU only)."""
 
 
+class ExpertsConfig(_Model):
+    """Replay of MoE experts, whose row counts change at every step."""
+
+    catalogue: str | None = None
+    """File of `scout catalog build`; None replays experts at the rows of sampled calls only."""
+    on_drift: Literal["exact", "not_covered"] = "exact"
+    """When the catalogue is of another environment: replay each executed shape, or no experts."""
+    replays_per_check: Count = 2
+    """Representatives and executed shapes that one check replays."""
+    lookups_per_step: Count | None = None
+    """Different shapes of one step that are looked up in the catalogue; None looks at all."""
+    modules: str | None = None
+    """Regular expression for the names of expert stages, where no framework names them."""
+
+
 class CheckpointConfig(_Model):
     """The checkpoint gate."""
 
@@ -84,6 +99,8 @@ class ScoutConfig(_Model):
     """The out-of-band observer."""
     communication: CommunicationConfig = CommunicationConfig()
     """Timing of communication per process group."""
+    experts: ExpertsConfig = ExpertsConfig()
+    """Replay of MoE experts."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """The checkpoint gate."""
 

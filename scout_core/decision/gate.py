@@ -18,10 +18,12 @@ Recipe = int | str
 
 
 class Span(NamedTuple):
-    """First and last step at which one recipe was accepted since the count began."""
+    """How long one recipe has been accepted since the count began."""
 
     first: int
+    """Step of its first acceptance."""
     last: int
+    """Newest step that an acceptance speaks for: its own, or an earlier one."""
 
 
 @dataclass(frozen=True)
@@ -95,11 +97,15 @@ class CheckpointGate:
         after = -1 if self.candidate is None else self.candidate.step
         return tuple(recipe for recipe, span in self._clean.items() if span.last > after)
 
-    def on_check(self, step: int, recipe: Recipe, outcome: Outcome | str) -> None:
+    def on_check(
+        self, step: int, recipe: Recipe, outcome: Outcome | str, proven_step: int | None = None
+    ) -> None:
         """Take in the job-wide outcome of one recipe's check, its state audit included.
 
         Args:
             step: optimizer step at whose end the check ran.
+            proven_step: last step that an acceptance speaks for; None: all that were executed. A
+                recipe that takes several checks speaks for what was executed before the first.
 
         Raises:
             ScoutError: an unknown outcome, or more than K different recipes.
@@ -109,7 +115,7 @@ class CheckpointGate:
             self._rewind_before(step)
         self._last_check = step
         if outcome in (Outcome.CLEAN, Outcome.STRAGGLER):
-            self._accept(step, recipe)
+            self._accept(step, recipe, step if proven_step is None else proven_step)
         elif outcome is Outcome.SDC:
             self._doubt(replace(self.doubts, condemned=True))
         elif outcome is Outcome.HANG:
@@ -300,7 +306,7 @@ class CheckpointGate:
         self.candidate = None
         self._after_candidate = None
 
-    def _accept(self, step: int, recipe: Recipe) -> None:
+    def _accept(self, step: int, recipe: Recipe, proven_step: int) -> None:
         if recipe not in self._recipes and len(self._recipes) == self._catalog_size:
             raise ScoutError(
                 f"recipe {recipe!r} is one too many for catalog_size={self._catalog_size} after "
@@ -310,7 +316,7 @@ class CheckpointGate:
         if self.doubts.condemned or self.doubts.unreachable:
             return
         first = self._clean.get(recipe, Span(step, step)).first
-        self._clean[recipe] = Span(first, step)
+        self._clean[recipe] = Span(first, proven_step)
         self.doubts = Doubts(suspicious=self.doubts.suspicious and not self._is_cycle_complete)
         self._promote()
         if self.latest is not None and self.latest.step == step:

@@ -16,6 +16,7 @@ from scout_core.errors import ScoutError
 
 OPTIMIZER = "optimizer"
 AUDIT = "audit"  # what a check is called when no recipe can be replayed: state is audited still
+AUDIT_EXPERTS = "audit experts"  # the same for experts, among whose peers nothing else is replayed
 HIDDEN = "hidden"  # roles of repeated layers
 EXPERT = "expert"
 
@@ -26,6 +27,12 @@ class Turn(NamedTuple):
     recipe: str
     round: int  # how often this recipe has had its turn before; picks the site and the source
     timed: bool  # its time is compared
+    of: str = ""  # path class, when the recipe is one of several of it
+
+    @property
+    def path_class(self) -> str:
+        """Path class that is replayed."""
+        return self.of or self.recipe
 
 
 @dataclass(frozen=True)

@@ -116,6 +116,7 @@ class Operation:
         "notes",
         "numel",
         "order",
+        "own_numel",
         "peer",
         "reduce",
         "root",
@@ -137,6 +138,8 @@ class Operation:
         self.dtype: torch.dtype | None = None
         self.numel = -1
         """Elements that must be equal on all members; -1 where they may differ."""
+        self.own_numel = 0
+        """Elements of this rank's sized tensors."""
         self.reduce = -1
         """Number of the reduce operation in `ReduceOp.RedOpType`; -1 without one."""
         self.root = -1
@@ -273,8 +276,9 @@ class _Registry:
         if tensors:
             operation.dtype = tensors[0].dtype
             operation.tracked = spec.completes and tensors[0].is_cpu
+            operation.own_numel = sum([tensor.numel() for tensor in tensors])
             if spec.equal_size(args):
-                operation.numel = sum([tensor.numel() for tensor in tensors])
+                operation.numel = operation.own_numel
         if spec.reduce >= 0:
             operation.reduce = args[spec.reduce].op()
         if spec.root >= 0:

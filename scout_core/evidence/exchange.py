@@ -56,6 +56,19 @@ class Exchange(Protocol):
     def reduce(self, tensor: torch.Tensor, ranks: Ranks) -> None:
         """Sum `tensor` over the members, in place and on its device; waits for the result."""
 
+    def all_to_all(
+        self,
+        sent: torch.Tensor,
+        received: torch.Tensor,
+        splits: tuple[Sequence[int], Sequence[int]],
+        ranks: Ranks,
+    ) -> None:
+        """Send each member its part of `sent` (elements,), and wait for theirs in `received`.
+
+        Args:
+            splits: elements to and from each member, in the order of `ranks`.
+        """
+
     def barrier(self, ranks: Ranks) -> None:
         """Return when every member has called it."""
 
@@ -130,6 +143,17 @@ class GroupExchange:
         groups = self._control if tensor.device.type == "cpu" else self._data
         dist.all_reduce(tensor, group=groups[ranks])
 
+    def all_to_all(
+        self,
+        sent: torch.Tensor,
+        received: torch.Tensor,
+        splits: tuple[Sequence[int], Sequence[int]],
+        ranks: Ranks,
+    ) -> None:
+        groups = self._control if sent.device.type == "cpu" else self._data
+        to, come = map(list, splits)
+        dist.all_to_all_single(received, sent, come, to, group=groups[ranks])
+
     def barrier(self, ranks: Ranks) -> None:
         self.all_gather(b"", ranks)
 
@@ -193,6 +217,18 @@ class LocalExchange:
         copies = self._hall.meet(self._rank, ranks, tensor.detach().clone())
         with torch.no_grad():
             tensor.copy_(torch.stack(copies).sum(0))
+
+    def all_to_all(
+        self,
+        sent: torch.Tensor,
+        received: torch.Tensor,
+        splits: tuple[Sequence[int], Sequence[int]],
+        ranks: Ranks,
+    ) -> None:
+        place = ranks.index(self._rank)
+        mine = torch.split(sent.detach().clone(), list(splits[0]))
+        parts = self._hall.meet(self._rank, ranks, mine)
+        received.copy_(torch.cat([theirs[place] for theirs in parts]))
 
     def barrier(self, ranks: Ranks) -> None:
         self._hall.meet(self._rank, ranks, None)

@@ -31,8 +31,6 @@ class RowLog:
 
     def __init__(self, num_experts: int, capacity_calls: int = CAPACITY_CALLS) -> None:
         """Start empty; a call needs 8 bytes per expert on the device."""
-        self.step = 1
-        """Optimizer step that is under way; the caller counts it up."""
         self.seen = 0
         """Calls so far."""
         self._num_experts = num_experts
@@ -42,10 +40,11 @@ class RowLog:
         self._lines = 0
         self._missed_rows = 0
 
-    def add(self, counts: Counts, total_rows: int) -> None:
+    def add(self, step: int, counts: Counts, total_rows: int) -> None:
         """Keep the counts of one call; never waits for a device.
 
         Args:
+            step: optimizer step under way, from 1.
             total_rows: what the host knows of their sum, paddings included.
 
         Raises:
@@ -59,9 +58,9 @@ class RowLog:
         if len(self._host) == self._capacity:
             self._missed_rows += total_rows
         elif isinstance(counts, torch.Tensor) and counts.device.type != "cpu":
-            self._host.append((self.step, self._keep(counts)))
+            self._host.append((step, self._keep(counts)))
         else:
-            self._host.append((self.step, rows_of(counts)))
+            self._host.append((step, rows_of(counts)))
 
     def take(self) -> Taken:
         """Return what was kept, and forget it; waits for the device when it holds counts."""

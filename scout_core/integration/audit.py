@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from scout_core.decision.evidence import Signature
@@ -22,28 +22,24 @@ class Audit:
         state_units: Callable[[], Sequence[StateUnit]],
         watch: CoherenceWatch,
         rest: RestWatch,
-        layout: LayoutName,
+        layouts: Collection[LayoutName],
         step: int,
     ) -> None:
         """Prepare the audit of one check.
 
         Args:
-            layout: of the groups that are compared. Dense replicas hold different experts, while
-                expert replicas hold the same dense state too.
+            layouts: whose state is compared, among the peers of one of them. Dense replicas hold
+                different experts, while expert replicas hold the same dense state too.
         """
         self._state_units = state_units
         self._watch = watch
         self._rest = rest
-        self._layout = layout
+        self._layouts = layouts
         self._step = step
 
     def units(self) -> list[StateUnit]:
-        """Return the units that replicas of the layout hold alike."""
-        return [
-            unit
-            for unit in self._state_units()
-            if unit.has_replicas and self._layout in ("expert", unit.layout)
-        ]
+        """Return the units to compare."""
+        return [unit for unit in self._state_units() if unit.layout in self._layouts]
 
     def added_to(self, report: Report) -> Report:
         """Sign the state as it is now, and look once more at masters."""

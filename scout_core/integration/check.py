@@ -48,6 +48,8 @@ class Result:
     turn: Turn
     step: int
     site: str = ""
+    rows: tuple[int, ...] = ()
+    """Rows per local expert that were replayed, for an expert stage."""
     ballot: Ballot = ENTER
     found: tuple[Repeated, ...] = ()
     reports: Mapping[int, Report] = field(default_factory=dict)
@@ -135,7 +137,7 @@ class Check:
         """
         votes = self._vote(_vote_of(subject, turn, step, broken))
         ballot = vote.count(votes)
-        result = Result(turn, step, votes[self._exchange.rank].site, ballot)
+        result = Result(turn, step, votes[self._exchange.rank].site, ballot=ballot)
         if any(self._everywhere(not ballot.enter)):
             return result
         self._settle_updates()
@@ -163,6 +165,7 @@ class Check:
             found=tuple(_count(finding, again) for finding in findings),
             reports=reports,
             known=known,
+            rows=of_source.rows,
             shapes=str([leaf[1] for leaf in of_source.leaves]),
             wild_anywhere=wild or failed_anywhere,
             entered=True,

@@ -94,6 +94,7 @@ class GateService:
         recipe: Recipe,
         outcome: Outcome | str,
         incidents: Iterable[str] = (),
+        proven_step: int | None = None,
     ) -> Outcome:
         """Take in this rank's outcome of one recipe's check; collective.
 
@@ -101,6 +102,7 @@ class GateService:
             step: optimizer step at whose end the check ran.
             outcome: what this rank knows; the gravest of all ranks counts for the job.
             incidents: identifiers to note on checkpoints that this condemns.
+            proven_step: see `CheckpointGate.on_check`.
 
         Returns:
             The job's outcome: INCONCLUSIVE when the ranks cannot agree in time.
@@ -115,7 +117,7 @@ class GateService:
         job_wide = Outcome.gravest(told or [mine, Outcome.INCONCLUSIVE])
         if self._keeper is not None and step < self._gate.last_check:
             self._keeper.abandon(newer_than=step - 1)
-        self._gate.on_check(step, recipe, job_wide)
+        self._gate.on_check(step, recipe, job_wide, proven_step)
         self._write(incidents)
         return job_wide
 

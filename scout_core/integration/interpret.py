@@ -28,6 +28,8 @@ class News:
     incidents: tuple[Incident, ...] = ()
     retire: str = ""
     """Why the recipe cannot be replayed any more."""
+    of_class: bool = False
+    """The reason lies in the code of the module, so it holds for all rows of an expert stage."""
     remarks: tuple[str, ...] = ()
     broken: str = ""
     """An internal error: everybody switches SCOUT off."""
@@ -42,13 +44,15 @@ class News:
     def to_wire(self) -> bytes:
         """Encode as JSON."""
         plain = [incident.to_json() for incident in self.incidents]
-        return json.dumps([plain, self.retire, self.remarks, self.broken]).encode()
+        rest = [self.retire, self.of_class, self.remarks, self.broken]
+        return json.dumps([plain, *rest]).encode()
 
     @classmethod
     def from_wire(cls, data: bytes) -> News:
         """Decode."""
-        incidents, retire, remarks, broken = json.loads(data)
-        return cls(tuple(map(Incident.from_json, incidents)), retire, tuple(remarks), broken)
+        plain, retire, of_class, remarks, broken = json.loads(data)
+        incidents = tuple(map(Incident.from_json, plain))
+        return cls(incidents, retire, of_class, tuple(remarks), broken)
 
 
 class Interpreter:
@@ -76,18 +80,19 @@ class Interpreter:
         Args:
             known: what was qualified before this check.
         """
-        scene = Scene(self._topology, layout, result.step, result.site, self._devices)
+        site, step = result.site, result.step
+        scene = Scene(self._topology, layout, step, site, self._devices, result.rows)
         ballot = result.ballot
         if ballot.broken:
             return News(broken=ballot.broken)
         if ballot.retire or ballot.absent:
-            return News(retire=ballot.retire or self._absence(result))
+            return News(retire=ballot.retire or self._absence(result), of_class=True)
         if ballot.dissent:
             finding = dissent_finding(ballot.dissent, groups.work)
             return News((narrate.other_work(finding, scene),))
         if not result.entered:
             return News()
-        self._absences.pop(result.turn.recipe, None)
+        self._absences.pop(result.turn.path_class, None)
         failures = {r: report.missing for r, report in result.reports.items() if report.missing}
         if failures:
             shown = "; ".join(f"rank {rank}: {why}" for rank, why in sorted(failures.items()))
@@ -102,11 +107,11 @@ class Interpreter:
         incidents += self._new_differences(result, groups, known, scene)
         if result.turn.timed and not why:
             incidents += self._stragglers(result, groups, scene)
-        return News(tuple(incidents), why, self._remarks(result))
+        return News(tuple(incidents), why, remarks=self._remarks(result))
 
     def _absence(self, result: Result) -> str:
         """Retire a recipe that no rank could replay several times in a row."""
-        recipe = result.turn.recipe
+        recipe = result.turn.path_class
         self._absences[recipe] = self._absences.get(recipe, 0) + 1
         return result.ballot.absent if self._absences[recipe] >= MAX_ABSENCES else ""
 
@@ -150,6 +155,8 @@ class Interpreter:
 
 def _incident(repeated: Repeated, scene: Scene) -> Incident:
     finding = repeated.finding
+    if finding.reason in replay_verdict.AUDITED:
+        scene = replace(scene, rows=())  # memory at rest has no shape
     if finding.reason in replay_verdict.MASTERS:
         return narrate.incoherent(finding, scene)
     return narrate.sdc(finding, repeated.reproduced, repeated.repeats, scene)

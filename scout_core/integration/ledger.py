@@ -10,11 +10,15 @@ import xxhash
 from scout_core.decision.incident import Incident, Kind
 from scout_core.report.events import now
 
-Key = tuple[str, tuple[int, ...], tuple[int, ...]]
+Key = tuple[str, tuple[int, ...], tuple[int, ...], bool]
 
 
 class Ledger:
-    """Keeps incidents; a fault is known by its kind, its culprits and, unnamed, its peer group."""
+    """Keeps incidents; a fault is known by its kind, its culprits and, unnamed, its peer group.
+
+    One that names the rows of an expert at which it shows says more than one that does not, so it
+    is reported too; the other way round it is not.
+    """
 
     def __init__(self, on_incident: Callable[[Incident], Incident]) -> None:
         """Start empty; `on_incident` is called once per fault, on every rank, and may add to it."""
@@ -36,7 +40,7 @@ class Ledger:
         """Ranks named by open stragglers, but for those that one thing showed."""
         return frozenset(
             rank
-            for (kind, ranks, _), by in self._open.items()
+            for (kind, ranks, *_), by in self._open.items()
             if kind == Kind.STRAGGLER.value and by != shown_by_other_than
             for rank in ranks
         )
@@ -48,7 +52,7 @@ class Ledger:
             shown_by: what showed it; only a later healthy look at the same thing clears it.
         """
         key = _key(incident)
-        if key in self._open:
+        if key in self._open or (*key[:3], True) in self._open:
             return False
         self._open[key] = shown_by
         self._all.append(self._on_incident(incident))
@@ -65,12 +69,13 @@ class Ledger:
 
 def _key(incident: Incident) -> Key:
     culprits = incident.culprit_ranks
-    return incident.kind.value, culprits, () if culprits else incident.peer_group
+    group = () if culprits else incident.peer_group
+    return incident.kind.value, culprits, group, "rows" in incident.evidence
 
 
 def stamped(incident: Incident, job: str, time: str = "") -> Incident:
     """Add job, time (now, if none is given) and identity; the same for all ranks that report it."""
     modules = sorted({culprit.module for culprit in incident.culprits})
-    parts = (job, incident.step, *_key(incident), incident.reason, modules)
+    parts = (job, incident.step, *_key(incident)[:3], incident.reason, modules)
     identity = xxhash.xxh3_64_hexdigest(repr(parts).encode())[:12]
     return replace(incident, job=job, time=time or now(), id=identity)

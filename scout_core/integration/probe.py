@@ -8,19 +8,32 @@ for a late member does not count. SCOUT's own groups are used, never the trainin
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
-from scout_core.decision.communication import CommunicationCheck, CommunicationRule, GroupTiming
+from scout_core.config import ScoutConfig
+from scout_core.decision import alltoall_verdict, localize_incident, rotation
+from scout_core.decision.alltoall_verdict import Exchanged, Pair
+from scout_core.decision.communication import CommunicationRule, GroupTiming
+from scout_core.decision.labels import Outcome
 from scout_core.decision.topology import LayoutName, Topology
+from scout_core.errors import ScoutError
+from scout_core.evidence import collectives
+from scout_core.evidence.capture import Undo
 from scout_core.evidence.clock import Clock
 from scout_core.evidence.exchange import Exchange, Ranks
+from scout_core.integration.alltoall_replay import AllToAllReplay, AllToAllWatch, Seen
+from scout_core.integration.checker import Told
+from scout_core.integration.ledger import stamped
 from scout_core.report.events import now
 
 REPEATS = 3  # the fastest counts
 MAX_ROUNDS = 12  # probes in a row while a slow group is not confirmed yet
+PROBE = "probe"  # what shows a slow link or machine, and later clears it
+ALL_TO_ALL_KINDS = {"d": "dp", "s": "fsdp", "t": "tp", "p": "pp", "c": "cp", "e": "ep"}
+NOTHING = Seen(None)
 
 
 class Wave(NamedTuple):
@@ -35,63 +48,178 @@ class Wave(NamedTuple):
 
 
 class Probe:
-    """Times all groups of the job in one round, and explains what is slow."""
+    """Times all groups of the job in one round, and explains what is slow.
+
+    A group that runs an all-to-all in training is timed by a replay of that, whose payload is
+    checked; any other by a reduction. The two have other names for their kind: their times are not
+    compared.
+    """
 
     def __init__(
-        self, exchange: Exchange, clock: Clock, topology: Topology, size_bytes: int, kappa: float
+        self,
+        exchange: Exchange,
+        clock: Clock,
+        topology: Topology,
+        devices: Mapping[int, str],
+        config: ScoutConfig,
     ) -> None:
-        """Join the groups of this rank; collective."""
+        """Join the groups of this rank and watch for all-to-alls; collective.
+
+        Args:
+            devices: name by global rank, for reports.
+        """
         self._exchange = exchange
         self._clock = clock
-        self._elements = max(1, size_bytes // 4)
-        self.rule = CommunicationRule(topology, kappa)
+        self._topology = topology
+        self._devices = devices
+        self._config = config
+        self._elements = max(1, config.communication.probe_bytes // 4)
+        self.rule = CommunicationRule(topology, config.kappa)
         """What is remembered between rounds."""
         self.waves = waves_of(topology)
         for wave in self.waves:
             group = wave.of(exchange.rank)
             exchange.join([group] if group is not None else [])
         self._everyone = tuple(range(exchange.world_size))
+        self._known = {group for wave in self.waves for group in wave.groups}
+        self._rounds = 0
+        self._said: set[str] = set()
+        watch = AllToAllWatch()
+        bound = config.communication.probe_bytes
+        self._alltoall = AllToAllReplay(exchange, clock, watch, bound)
+        self._undo: Undo | None = None
+        self._lost = ""
+        if exchanges_inside(topology):
+            self._observe(watch)
 
-    def run(
-        self, device: torch.device, compute_stragglers: Collection[int]
-    ) -> tuple[CommunicationCheck, str]:
+    def close(self) -> None:
+        """Stop watching."""
+        if self._undo is not None:
+            self._undo()
+            self._undo = None
+
+    def _observe(self, watch: AllToAllWatch) -> None:
+        try:
+            self._undo = collectives.observe(watch)
+        except ScoutError as error:
+            self._lost = f"all-to-alls are not replayed: {error}"
+
+    def is_due(self, step: int) -> bool:
+        """Tell whether to probe now: when its time has come, or a slow group is not confirmed."""
+        interval = self._config.communication.probe_interval_steps
+        return bool(self._rounds) or rotation.is_due(step, interval)
+
+    def run(self, step: int, device: torch.device, compute_stragglers: Collection[int]) -> Told:
         """Time every group once and judge; collective over the job.
 
         Args:
             device: where the payload lives.
             compute_stragglers: ranks known to compute slowly: their groups are late, not slow.
-
-        Returns:
-            What was found, and the time of rank 0, for reports that are equal everywhere.
         """
+        self._alltoall.agree()
+        told = [json.loads(part) for part in self._gathered(device)]
+        timings = list(_timings(self.waves, [each["seconds"] for each in told], self._replayed))
+        seen = self.rule.update(timings, compute_stragglers=compute_stragglers)
+        again = not seen.settled and self._rounds < MAX_ROUNDS
+        self._rounds = self._rounds + 1 if again else 0
+        found = localize_incident.to_incidents(
+            seen.diagnosis, self._topology, step=step, slowdowns=seen.slowdowns
+        )
+        damaged = self._confirmed([each["damaged"] for each in told], device)
+        found += alltoall_verdict.to_incidents(damaged, self._topology, self._devices, step)
+        time = told[0]["time"]
+        return Told(
+            PROBE,
+            Outcome.SDC if damaged else Outcome.CLEAN,
+            tuple(stamped(incident, self._config.job, time) for incident in found),
+            frozenset([PROBE] if seen.settled else ()),
+            self._remarks({each["refused"] for each in told} - {""}),
+            completes=False,
+        )
+
+    def _gathered(self, device: torch.device) -> list[bytes]:
         payload = torch.zeros(self._elements, dtype=torch.float32, device=device)
-        mine: list[float | None] = []
+        mine: list[Seen] = []
         for wave in self.waves:
             group = wave.of(self._exchange.rank)
-            mine.append(None if group is None else self._time(group, payload))
+            mine.append(NOTHING if group is None else self._time(group, payload))
             self._exchange.barrier(self._everyone)  # the next wave may overlap this one
-        payload_bytes = json.dumps([now(), mine]).encode()
-        told = [json.loads(p) for p in self._exchange.all_gather(payload_bytes, self._everyone)]
-        timings = list(_timings(self.waves, [seconds for _, seconds in told]))
-        return self.rule.update(timings, compute_stragglers=compute_stragglers), told[0][0]
+        part = {
+            "time": now(),
+            "seconds": [seen.seconds for seen in mine],
+            "damaged": [pair for seen in mine for pair in seen.damaged],
+            "refused": next((seen.refused for seen in mine if seen.refused), self._lost),
+        }
+        return self._exchange.all_gather(json.dumps(part).encode(), self._everyone)
 
-    def _time(self, group: Ranks, payload: torch.Tensor) -> float:
+    def _time(self, group: Ranks, payload: torch.Tensor) -> Seen:
+        if group in self._replayed:
+            return self._alltoall.run(group, payload.device, REPEATS)
         times = []
         for _ in range(REPEATS):
             self._exchange.barrier(group)
             timing = self._clock.measure(lambda: self._exchange.reduce(payload, group))
             times.append(timing.wall_s)
-        return min(times)
+        return Seen(min(times))
+
+    @property
+    def _replayed(self) -> frozenset[Ranks]:
+        return frozenset(group for group in self._alltoall.groups if group in self._known)
+
+    def _remarks(self, refused: set[str]) -> tuple[str, ...]:
+        """Say once what cannot be replayed."""
+        odd = [list(group) for group in self._alltoall.groups if group not in self._known]
+        if odd:
+            refused.add(f"all-to-alls among ranks {odd} are not replayed: no known parallel group")
+        new = tuple(sorted(refused - self._said))
+        self._said |= refused
+        return new
+
+    def _confirmed(
+        self, told: Sequence[Sequence[Sequence[int]]], device: torch.device
+    ) -> list[Exchanged]:
+        """Repeat the damaged groups' all-to-alls with everyone sending to everyone."""
+        pairs = {(sender, receiver) for damaged in told for sender, receiver in damaged}
+        suspects = [
+            group
+            for group in sorted(self._replayed)
+            if any(set(pair) <= set(group) for pair in pairs)
+        ]
+        found = {group: [{p for p in pairs if set(p) <= set(group)}] for group in suspects}
+        for _ in range(self._config.confirm_repeats if suspects else 0):
+            mine: list[Pair] = []
+            for group in suspects:
+                if self._exchange.rank in group:
+                    mine += self._alltoall.run(group, device, 1, balanced=True).damaged
+            parts = self._exchange.all_gather(json.dumps(mine).encode(), self._everyone)
+            again = {(a, b) for part in parts for a, b in json.loads(part)}
+            for group in suspects:
+                found[group].append({p for p in again if set(p) <= set(group)})
+        return [
+            Exchanged(
+                group,
+                frozenset().union(*damaged),
+                len(damaged) - 1,
+                sum(map(bool, damaged[1:])),
+            )
+            for group, damaged in found.items()
+        ]
+
+
+def exchanges_inside(topology: Topology) -> bool:
+    """Tell whether layers may exchange tokens or sequences, so that there are all-to-alls."""
+    return any(len(row) > 1 for row in topology.rows)
 
 
 def _timings(
-    waves: Sequence[Wave], seconds: Sequence[Sequence[float | None]]
+    waves: Sequence[Wave], seconds: Sequence[Sequence[float | None]], replayed: Collection[Ranks]
 ) -> Iterator[GroupTiming]:
     for number, wave in enumerate(waves):
         for group in wave.groups:
             told = {rank: seconds[rank][number] for rank in group}
             known = {rank: value for rank, value in told.items() if value is not None}
-            yield GroupTiming(group, wave.kind, known)
+            kind = ALL_TO_ALL_KINDS[wave.kind] if group in replayed else wave.kind
+            yield GroupTiming(group, kind, known)
 
 
 def waves_of(topology: Topology) -> tuple[Wave, ...]:

@@ -8,13 +8,13 @@ import os
 import sys
 import traceback
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any, Self
 
 from scout_core.config import ScoutConfig
-from scout_core.decision import localize_incident, rotation
+from scout_core.decision import rotation
 from scout_core.decision.incident import Incident
 from scout_core.decision.labels import Outcome
 from scout_core.decision.topology import Topology
@@ -23,21 +23,21 @@ from scout_core.evidence.capture import Undo
 from scout_core.evidence.clock import Clock, clock_for
 from scout_core.evidence.coherence import CoherenceWatch
 from scout_core.evidence.exchange import Exchange
-from scout_core.integration import job_facts
+from scout_core.integration import expert_facts, job_facts
 from scout_core.integration.checker import Checker, Told, shown_by
 from scout_core.integration.checkpoint import GatedCheckpoint, Manager
+from scout_core.integration.experts import Experts
 from scout_core.integration.framework import Framework
 from scout_core.integration.gate_service import GateService
 from scout_core.integration.hang_watch import HangWatch
-from scout_core.integration.ledger import Ledger, stamped
-from scout_core.integration.probe import MAX_ROUNDS, Probe
+from scout_core.integration.ledger import Ledger
+from scout_core.integration.probe import PROBE, Probe
 from scout_core.integration.recovery import load_recovery
 from scout_core.integration.session_coverage import SessionCoverage
 from scout_core.integration.session_gate import SessionGate
 from scout_core.report.events import RunDir
 
 Callback = Callable[[Incident], None]
-PROBE = "probe"  # what shows a slow link or machine, and later clears it
 
 
 class Session:
@@ -79,9 +79,15 @@ class Session:
         self._ledger = Ledger(self._on_incident)
         watch = CoherenceWatch(framework.master_pairs)
         facts = job_facts.learn(framework, exchange, watch.gaps())
+        classes = expert_facts.learn(framework, config.experts, facts.topology, exchange)
+        facts = expert_facts.without_uncovered(facts, classes)
         self._topology = facts.topology
         self._not_covered = list(facts.not_covered)
-        self._checker = Checker(framework, config, exchange, self._clock, watch, facts, self._note)
+        sites, step_now = framework.sites(), lambda: self._steps + 1
+        self._experts = Experts(sites, classes, exchange, self._note, step_now)
+        self._checker = Checker(
+            framework, config, exchange, self._clock, watch, facts, self._experts, self._note
+        )
         self._device = framework.device
         self._target = framework.training_state()
         self._checkpoint: GatedCheckpoint | None = None
@@ -94,8 +100,7 @@ class Session:
             self.phase,
             load_recovery(config.recovery, exchange.rank, console) if config.recovery else None,
         )
-        self._probe = self._make_probe()
-        self._probe_rounds = 0
+        self._probe = self._make_probe(facts.devices)
         self._undo: list[Undo] = [
             framework.before_update(self._guarded(self._before_update)),
             framework.on_step_end(self._guarded(self._after_step)),
@@ -132,14 +137,14 @@ class Session:
     def coverage(self) -> SessionCoverage:
         """Say what can be attributed, only detected, or not seen, and why."""
         found = self._topology.coverage()
-        recipes = self._checker.rotation
         return SessionCoverage(
             found.groups,
             found.state_groups,
-            recipes.recipes,
+            self._checker.recipes,
             tuple(self._not_covered),
-            self._config.interval_steps * recipes.cycle_checks,
+            self._config.interval_steps * self._checker.cycle_checks,
             self._clock.compares,
+            self._experts.coverage(),
         )
 
     def incidents(self) -> list[Incident]:
@@ -236,6 +241,9 @@ class Session:
         self._checker.let_go()
         for undo in reversed(self._undo):
             undo()
+        self._experts.close()
+        if self._probe is not None:
+            self._probe.close()
         if self.hang is not None:
             self.hang.close()
         self._gate.close()
@@ -246,9 +254,10 @@ class Session:
         """Print the line of the end; done by `close`, or when the process ends without it."""
         atexit.unregister(self._at_exit)
         state = "" if self._armed else " (switched off after an internal error)"
+        experts = "".join(f"; {each.line()}" for each in self._experts.coverage())
         self._say(
             f"scout: {self._checker.checks} checks in {self._steps} steps, "
-            f"{len(self._ledger.incidents)} incident(s){state}"
+            f"{len(self._ledger.incidents)} incident(s){state}{experts}"
         )
 
     def __enter__(self) -> Self:
@@ -264,12 +273,10 @@ class Session:
             self.hang.fail(error)
         self.close()
 
-    def _make_probe(self) -> Probe | None:
-        communication = self._config.communication
-        if not communication.probe_interval_steps:
+    def _make_probe(self, devices: Mapping[int, str]) -> Probe | None:
+        if not self._config.communication.probe_interval_steps:
             return None
-        size, kappa = communication.probe_bytes, self._config.kappa
-        probe = Probe(self._exchange, self._clock, self._topology, size, kappa)
+        probe = Probe(self._exchange, self._clock, self._topology, devices, self._config)
         return probe if probe.waves else None
 
     def _before_update(self) -> None:
@@ -297,30 +304,21 @@ class Session:
 
     def _run_probe(self, probe: Probe) -> None:
         """Time communication when it is due, and again while a slow group is not confirmed yet."""
-        interval = self._config.communication.probe_interval_steps
-        if not self._probe_rounds and not rotation.is_due(self._steps, interval):
+        if not probe.is_due(self._steps):
             return
         self._in_check = True
-        seen, time = probe.run(self._device, self._ledger.slow_ranks(shown_by_other_than=PROBE))
+        slow = self._ledger.slow_ranks(shown_by_other_than=PROBE)
+        told = probe.run(self._steps, self._device, slow)
         self._in_check = False
-        again = not seen.settled and self._probe_rounds < MAX_ROUNDS
-        self._probe_rounds = self._probe_rounds + 1 if again else 0
-        if not seen.settled:
-            return
-        found = localize_incident.to_incidents(
-            seen.diagnosis, self._topology, step=self._steps, slowdowns=seen.slowdowns
-        )
-        incidents = tuple(stamped(incident, self._config.job, time) for incident in found)
-        self._take_in(Told(PROBE, Outcome.CLEAN, incidents, frozenset([PROBE])))
+        self._take_in(told)
 
     def _take_in(self, told: Told) -> None:
         """Act on what the job knows now; every rank has the same."""
-        if told.recipe != PROBE:
-            self._gate.take_in(told, self._steps)
+        self._gate.take_in(told, self._steps)
         for key in self._ledger.clear(told.looked_at, told.incidents):
             self._emit("cleared", kind=key[0], ranks=list(key[1] or key[2]))
         for incident in told.incidents:
-            self._ledger.record(incident, shown_by(incident, told.recipe))
+            self._ledger.record(incident, shown_by(incident, told))
         for remark in told.remarks:
             self._emit("remark", recipe=told.recipe, text=remark)
         if told.retired:

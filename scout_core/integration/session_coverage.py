@@ -4,7 +4,27 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from scout_core.decision.path_coverage import Shares
 from scout_core.decision.topology import GroupCoverage
+
+
+@dataclass(frozen=True)
+class ExpertCoverage:
+    """What the replays of one class of expert stages cover."""
+
+    recipe: str
+    """Its path class."""
+    relies_on: str
+    """Catalogue, exact replay or sampled calls, and why."""
+    shares: Shares | None = None
+    """What covers the rows that this rank executed; None when they are not counted."""
+    gap: str = ""
+    """What is not covered whatever is replayed; empty when nothing is."""
+
+    def line(self) -> str:
+        """Say it in one line."""
+        shares = f"; {self.shares} (this rank)" if self.shares is not None else ""
+        return f"{self.recipe}: {self.relies_on}{shares}"
 
 
 @dataclass(frozen=True)
@@ -21,6 +41,8 @@ class SessionCoverage:
     """Optimizer steps after which every recipe has been replayed."""
     compares: str
     """Which time the straggler rule compares."""
+    experts: tuple[ExpertCoverage, ...] = ()
+    """One per class of expert stages."""
 
     def line(self) -> str:
         """Say it in one line."""
@@ -28,9 +50,10 @@ class SessionCoverage:
         word = "attribute" if able == {"attribute"} else "/".join(sorted(able))
         sizes = sorted({len(group.ranks) for group in self.groups})
         missing = f"; not covered: {'; '.join(self.not_covered)}" if self.not_covered else ""
+        experts = "".join(f"; {each.line()}" for each in self.experts)
         return (
             f"{len(self.groups)} peer group(s) of {'/'.join(map(str, sizes))} can {word}; "
-            f"{len(self.recipes)} recipes in a cycle of {self.cycle_steps} steps{missing}"
+            f"{len(self.recipes)} recipes in a cycle of {self.cycle_steps} steps{missing}{experts}"
         )
 
     def gaps(self) -> tuple[str, ...]:
@@ -40,4 +63,5 @@ class SessionCoverage:
             for group in (*self.groups, *self.state_groups)
             if group.can != "attribute"
         ]
-        return (*self.not_covered, *weak)
+        open_shapes = [f"{each.recipe}: {each.gap}" for each in self.experts if each.gap]
+        return (*self.not_covered, *open_shapes, *weak)

@@ -9,7 +9,7 @@ import xxhash
 
 from scout_core.config import ScoutConfig
 from scout_core.decision.incident import Incident
-from scout_core.decision.labels import Choice, Failure
+from scout_core.decision.labels import Choice, Failure, Outcome
 from scout_core.decision.topology import Topology
 from scout_core.evidence.exchange import Exchange
 from scout_core.integration.checker import Told
@@ -74,8 +74,10 @@ class SessionGate:
         if told.retired:
             coverage = self._coverage()
             self.service.coverage_changed(len(coverage.recipes), coverage.gaps())
+        if not told.completes and told.outcome in (Outcome.CLEAN, Outcome.STRAGGLER):
+            return
         identities = [incident.id for incident in told.incidents]
-        self.service.record(step, told.recipe, told.outcome, identities)
+        self.service.record(step, told.recipe, told.outcome, identities, told.proven_step)
 
     def answer(self, incident: Incident) -> Incident:
         """Say which checkpoint to restart from, and let the site's recovery act.
