@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 import subprocess
 import sys
@@ -36,7 +37,7 @@ class MegatronServer(TitanServer):
         more = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "TORCHDYNAMO_DISABLE": "1"}
         command = [sys.executable, "-W", "ignore", "-m", "integration_tests.megatron_server"]
         if self._tree is not None:
-            more["PYTHONPATH"] = str(self._tree)
+            more["PYTHONPATH"] = python_path(self._tree)
         self._process = subprocess.Popen(
             command,
             cwd=ROOT,
@@ -60,6 +61,12 @@ class MegatronServer(TitanServer):
             late = f"late after {outcome.seconds:.0f} s; " if outcome.late else ""
             raise JobFailed(f"{late}exit codes {outcome.codes}\n{logs}")
         return Finished(job, outcome, [read_result(job.folder, r) for r in range(job.ranks)])
+
+
+def python_path(*first: pathlib.Path) -> str:
+    """Put folders before those of $PYTHONPATH."""
+    after = os.environ.get("PYTHONPATH", "")
+    return os.pathsep.join([*map(str, first), *([after] if after else [])])
 
 
 def log_of(folder: str, rank: int) -> str:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallel
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import nn
 
@@ -21,7 +20,13 @@ from scout_core.integration.models import Patterns, model_device
 from scout_core.integration.wrapping import wrap_method
 from scout_megatron import replaying
 from scout_megatron.addresses import gather_places, place_of, topology_of
-from scout_megatron.optimizers import is_elementwise, master_pairs, parts_of, replicated_state
+from scout_megatron.optimizers import (
+    is_elementwise,
+    master_pairs,
+    own_state,
+    parts_of,
+    replicated_state,
+)
 from scout_megatron.sites import find_sites, prefix_of, unwrapped
 
 _TRACKED = "tracked."  # prefix of Megatron's own generators, for tensor-parallel dropout
@@ -33,19 +38,20 @@ class Megatron(FrameworkBase):
     name = "megatron"
 
     def __init__(
-        self, chunks: Sequence[nn.Module], optimizer: Any, patterns: Patterns, timeout_s: float
+        self, chunks: Sequence[Any], optimizer: Any, patterns: Patterns, timeout_s: float
     ) -> None:
         """Look at model and optimizer; nothing is changed and nothing communicates.
 
         Args:
-            chunks: as they are trained; more than one with a virtual pipeline.
+            chunks: this rank's, each wrapped by Megatron's DistributedDataParallel.
             optimizer: a `MegatronOptimizer`, whose `step()` ends an iteration.
             timeout_s: limit of the one exchange of addresses at start.
 
         Raises:
             ScoutError: a pattern is no regular expression.
         """
-        self._chunks = tuple(chunks)
+        self._overlapping = [chunk for chunk in chunks if _puts_gathering_off(chunk)]
+        self._unsettled = False
         self._models = [unwrapped(chunk) for chunk in chunks]
         self._optimizer = optimizer
         self._parts = parts_of(optimizer)
@@ -59,6 +65,9 @@ class Megatron(FrameworkBase):
             for name, parameter in model.named_parameters()
         }
         self._missing += master_pairs(self._parts, self._names)[1]
+        self._before_step: list[Callable[[], None]] = []
+        self._after_step: list[Callable[[], None]] = []
+        self._unwrap: Undo | None = None
         self.skipped_steps = 0
         """Iterations whose update was skipped because a gradient was not finite."""
 
@@ -82,17 +91,26 @@ class Megatron(FrameworkBase):
         return master_pairs(self._parts, self._names)[0]
 
     def state_units(self) -> Sequence[StateUnit]:
-        """Whole parameters, and the optimizer state that is not spread over the replicas."""
+        """Whole parameters with the state that replicas hold alike, and this rank's own shards.
+
+        Parameters whose gathering was put off are not at rest: they are left out until `settle`.
+        """
+        own = [
+            StateUnit(name, tuple(tensors.items()), has_replicas=False)
+            for name, tensors in own_state(self._parts).items()
+        ]
+        return own if self._unsettled else [*self._replicated_units(), *own]
+
+    def _replicated_units(self) -> list[StateUnit]:
         state = replicated_state(self._parts)
-        owner: dict[nn.Parameter, Site] = {}
+        owner: dict[nn.Parameter, str] = {}
         for site in self._sites:
             for parameter in site.module.parameters():
-                owner.setdefault(parameter, site)  # experts come before the layer they are in
-        units: dict[str, list[tuple[str, torch.Tensor]]] = {}
+                owner.setdefault(parameter, site.name)  # experts come before the layer they are in
         layouts = {site.name: site.layout for site in self._sites}
+        units: dict[str, list[tuple[str, torch.Tensor]]] = {}
         for parameter, name in self._names.items():
-            holder = owner[parameter].name if parameter in owner else "rest"
-            unit = units.setdefault(holder, [])
+            unit = units.setdefault(owner.get(parameter, "rest"), [])
             unit.append((name, parameter.detach()))
             unit += [(f"{name}.{key}", v) for key, v in state.get(parameter, {}).items()]
         return [
@@ -106,21 +124,33 @@ class Megatron(FrameworkBase):
         The torch optimizers below it run once per sort of parameter, and not at all when the update
         is skipped. A skipped iteration computed forward and backward, so it is checked and counted.
         """
-
-        def around(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            result = step(*args, **kwargs)
-            self.skipped_steps += not result[0]
-            hook()
-            return result
-
-        return wrap_method(self._optimizer, "step", around)
+        return self._hooked(self._after_step, hook)
 
     def before_update(self, hook: Callable[[], None]) -> Undo:
-        def around(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            hook()
-            return step(*args, **kwargs)
+        return self._hooked(self._before_step, hook)
 
-        return wrap_method(self._optimizer, "step", around)
+    def _hooked(self, hooks: list[Callable[[], None]], hook: Callable[[], None]) -> Undo:
+        if self._unwrap is None:
+            self._unwrap = wrap_method(self._optimizer, "step", self._step)
+        hooks.append(hook)
+
+        def undo() -> None:
+            hooks.remove(hook)
+            if self._unwrap is not None and not self._before_step and not self._after_step:
+                self._unwrap()
+                self._unwrap = None
+
+        return undo
+
+    def _step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        for hook in tuple(self._before_step):
+            hook()
+        result = original(*args, **kwargs)
+        self._unsettled = bool(self._overlapping)
+        self.skipped_steps += not result[0]
+        for hook in tuple(self._after_step):
+            hook()
+        return result
 
     @contextlib.contextmanager
     def whole(self, module: nn.Module) -> Iterator[Materialised]:
@@ -135,13 +165,9 @@ class Megatron(FrameworkBase):
 
     def settle(self) -> None:
         """Gather the parameters that --overlap-param-gather leaves to the next forward pass."""
-        chunk: Any
-        for chunk in self._chunks:
-            overlaps = isinstance(chunk, DistributedDataParallel) and (
-                chunk.ddp_config.use_distributed_optimizer and chunk.ddp_config.overlap_param_gather
-            )
-            if overlaps:
-                chunk.start_param_sync(force_sync=True)
+        for chunk in self._overlapping:
+            chunk.start_param_sync(force_sync=True)
+        self._unsettled = False
 
     def get_rng(self) -> RngState:
         tracked = get_cuda_rng_tracker().get_states()
@@ -160,6 +186,11 @@ class Megatron(FrameworkBase):
                 current[name] = saved.clone()
         if current:
             tracker.set_states(current)
+
+
+def _puts_gathering_off(chunk: Any) -> bool:
+    config = chunk.ddp_config
+    return bool(config.use_distributed_optimizer and config.overlap_param_gather)
 
 
 def _copied(state: torch.Tensor | torch.Generator) -> torch.Tensor:

@@ -16,6 +16,7 @@ from scout_core.integration import enable
 from scout_core.integration.counters import counters
 from scout_core.integration.session import print_line
 from scout_megatron.attachment import framework_of
+from scout_megatron.checkpoints import CheckpointGate
 from scout_megatron.options import config_of
 
 PREFIX = "scout/"
@@ -38,6 +39,8 @@ class TrainingJob:
         config = config_of(args)
         self._framework = framework_of(model, optimizer, config)
         self.session = enable.attach(self._framework, config, run_dir=args.scout_run_dir)
+        self.gate = CheckpointGate(args, self.session) if args.save else None
+        """None when the job saves nothing."""
         self._checks = self._skipped = 0
         self._framework.on_step_end(self._after_step)
         atexit.register(self._at_exit)

@@ -94,6 +94,20 @@ def replicated_state(parts: Sequence[Any]) -> dict[nn.Parameter, dict[str, torch
     return found
 
 
+def own_state(parts: Sequence[Any]) -> dict[str, dict[str, torch.Tensor]]:
+    """Return what only this rank holds, by optimizer: its shard of masters and moments."""
+    return {
+        f"optimizer {i} shard": {
+            f"{j}.{key}": value
+            for j, (master, state) in enumerate(part.optimizer.state.items())
+            for key, value in {"master": master.detach(), **state}.items()
+            if isinstance(value, torch.Tensor)
+        }
+        for i, part in enumerate(parts)
+        if isinstance(part, DistributedOptimizer)
+    }
+
+
 def _counted(gaps: Sequence[str]) -> list[str]:
     """Say the first one and how many there are: a model has hundreds of parameters."""
     more = f" (and {len(gaps) - 1} more like it)" if len(gaps) > 1 else ""

@@ -64,6 +64,11 @@ def add_scout_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument(
         "--scout-run-dir", help="Folder of incidents and events; by default ./scout_runs/<time>."
     )
+    group.add_argument(
+        "--scout-accept-uncertified",
+        action="store_true",
+        help="Answer for checkpoints that could not be certified: start from the newest of them.",
+    )
     for option in options():
         text = f"{option.field.description} Default: {option.field.default}."
         group.add_argument(option.flag, action=_checked(option), help=text.replace("%", "%%"))

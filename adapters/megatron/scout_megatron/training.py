@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import inspect
 from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -34,8 +35,13 @@ def watch() -> None:
     _wrap(arguments, "add_megatron_arguments", _with_options)
     _wrap(training, "setup_model_and_optimizer", _attached)
     _wrap(training, "build_train_valid_test_data_loaders", _loading_watched)
-    _wrap(training, "evaluate", _in_phase("evaluation"))
-    _wrap(training, "save_checkpoint", _in_phase("checkpoint"))
+    checkpointing = _imported("megatron.training.checkpointing")
+    _wrap(training, "evaluate", _evaluating)
+    _wrap(training, "load_checkpoint", _gated_load)
+    _wrap(training, "save_checkpoint", _gated_save)
+    _wrap(training, "train", _ending)
+    _wrap(checkpointing, "schedule_async_save", _told_of_its_end)
+    _wrap(checkpointing, "_async_delete_checkpoint_impl", _unless_kept)
 
 
 def _imported(name: str) -> ModuleType:
@@ -72,12 +78,66 @@ def _with_options(original: Callable[..., Any], parser: Any, *args: Any, **kwarg
 
 def _attached(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     result = original(*args, **kwargs)
+    _attach(result[0], result[1])
+    return result
+
+
+def _attach(model: Any, optimizer: Any) -> None:
+    """Attach once, if the user wants it."""
     from megatron.training import get_args
 
     if get_args().scout and not _running:
         from scout_megatron.job import TrainingJob
 
-        _running.append(TrainingJob(get_args(), result[0], result[1]))
+        _running.append(TrainingJob(get_args(), model, optimizer))
+
+
+def _gated_load(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Megatron loads before it hands the optimizer out: attach here, for the gate to choose."""
+    call = inspect.signature(original).bind(*args, **kwargs)
+    call.apply_defaults()
+    given = call.arguments
+    if given["optimizer"] is None or given["load_arg"] != "load" or _running:
+        return original(*args, **kwargs)
+    _attach(given["ddp_model"], given["optimizer"])
+    if not _running or _running[0].gate is None:
+        return original(*args, **kwargs)
+    with _running[0].session.phase("checkpoint"):
+        return _running[0].gate.load(original, *args, **kwargs)
+
+
+def _gated_save(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if not _running or _running[0].gate is None:
+        return original(*args, **kwargs)
+    with _running[0].session.phase("checkpoint"):
+        return _running[0].gate.save(original, *args, **kwargs)
+
+
+def _told_of_its_end(original: Callable[..., Any], request: Any) -> Any:
+    if _running and _running[0].gate is not None:
+        _running[0].gate.finish_later(request)
+    return original(request)
+
+
+def _unless_kept(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Keep a checkpoint that Megatron would delete because it is old."""
+    call = inspect.signature(original).bind(*args, **kwargs)
+    place = call.arguments["save_path"], call.arguments["iteration_to_delete"]
+    if _running and _running[0].gate is not None and _running[0].gate.keeps(*place):
+        return None
+    return original(*args, **kwargs)
+
+
+def _evaluating(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with _running[0].session.phase("evaluation") if _running else contextlib.nullcontext():
+        return original(*args, **kwargs)
+
+
+def _ending(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Training that returns has come to its planned end; one that raises has not."""
+    result = original(*args, **kwargs)
+    if _running and _running[0].gate is not None:
+        _running[0].gate.finish()
     return result
 
 
@@ -87,11 +147,3 @@ def _loading_watched(original: Callable[..., Any], *args: Any, **kwargs: Any) ->
     if _running and loaders[0] is not None:
         _running[0].watch_loader(loaders[0])
     return loaders
-
-
-def _in_phase(name: str) -> Callable[..., Any]:
-    def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with _running[0].session.phase(name) if _running else contextlib.nullcontext():
-            return original(*args, **kwargs)
-
-    return around
