@@ -202,6 +202,20 @@ def test_a_recovered_rank_is_no_longer_named() -> None:
     assert verdicts([slow] * 5 + [fine])[-1].status is Status.AGREE
 
 
+def test_a_second_slow_rank_is_named_beside_one_that_was_slow_from_the_start() -> None:
+    rule = StragglerRule()
+    named = [v.outliers for v in verdicts([[1, 1, 1, 1, 1.2, 2]] * 20, rule)]
+    assert named[WINDOW] == {5}
+    assert named[-1] == {4, 5}
+
+
+def test_what_was_learned_can_be_kept_for_judging_the_same_checks_again() -> None:
+    rule, checks = StragglerRule(), [[1, 1, 1, 1.1]] * 8
+    verdicts(checks, rule)
+    rule.forget_last_checks()
+    assert [v.outliers for v in verdicts(checks, rule)] == [set()] * 2 + [{3}] * 6
+
+
 def test_slowdowns_say_how_many_times_slower() -> None:
     rule = StragglerRule()
     verdicts([[2.0, 2.0, 2.0, 3.0]] * WINDOW, rule)
@@ -268,7 +282,7 @@ def test_a_group_of_one_is_inconclusive() -> None:
         {"schema": "scout.straggler/1", "recipes": {"layer": {"window": [[[0], [1.0]]]}}},
         {
             "schema": "scout.straggler/1",
-            "recipes": {"a": {"window": [[[0, 1], [math.nan, 0], True, False]], "history": []}},
+            "recipes": {"a": {"window": [[[0, 1], [math.nan, 0], True, []]], "history": []}},
         },
     ],
 )

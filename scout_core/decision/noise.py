@@ -4,11 +4,11 @@
 The scale is the median absolute deviation of z over the last 64 clean checks, each rank about its
 own median: a rank that is slow all the time has an offset, not a scatter, and cannot hide in the
 scale, not even when it was slow from the first check on. Until there is history, a prior of 3 %
-stands in, and 10 % for the first few checks. A check that looks suspicious waits: it joins the
-history when it has left the window of three and nobody was blamed meanwhile, so that a straggler
-never counts as noise but ranks that became noisy do. Noise that doubles is believed before it fills
-the history (`noise_of`, `window_scale`), and noise that lasts over several checks is not averaged
-away (`_persistence`).
+stands in, and 10 % at first. A check that looks suspicious waits: it joins the history when it has
+left the window of three, without the ranks that were blamed meanwhile, so that a straggler never
+counts as noise but ranks that became noisy do. Noise that doubles is believed before it fills the
+history (`noise_of`, `window_scale`), and noise that lasts over several checks is not averaged away
+(`_persistence`).
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Check:
     z: Array
     pooled: bool = False
     """It is part of the history."""
-    blamed: bool = False
-    """Somebody was blamed while it was in the window: it never becomes part of the history."""
+    blamed: frozenset[int] = frozenset()
+    """Global ranks blamed while it was in the window: theirs never becomes part of the history."""
 
 
 @dataclass(frozen=True)

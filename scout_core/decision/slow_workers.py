@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from scout_core.decision.consensus import Status
+from scout_core.decision.consensus import Status, Verdict
 from scout_core.decision.noise import WINDOW
 from scout_core.decision.straggler import StragglerRule
 from scout_core.decision.topology import MIN_PEERS
@@ -90,14 +90,9 @@ def _step_times(work: Work, parts: Parts) -> Array:
 
 
 def _judge(work: Work, times: Array, members: Sequence[int], kappa: float) -> list[SlowWorker]:
-    rule = StragglerRule(kappa, relative_floor=FLOOR)
     named: dict[int, list[int]] = defaultdict(list)
     unclear: list[int] = []
-    for number in range(len(work.steps)):
-        timed = {i: float(times[number, i]) for i in members if not np.isnan(times[number, i])}
-        if not timed:
-            continue
-        verdict = rule.update("step", timed)
+    for number, verdict in _verdicts(times, members, kappa):
         if verdict.status is Status.INCONCLUSIVE:
             unclear.append(number)
         for i in verdict.outliers:
@@ -109,6 +104,21 @@ def _judge(work: Work, times: Array, members: Sequence[int], kappa: float) -> li
     if not found and len(run) >= enough:
         found = _undecided(work, times, members, run, len(unclear), kappa)
     return found
+
+
+def _verdicts(times: Array, members: Sequence[int], kappa: float) -> Iterator[tuple[int, Verdict]]:
+    """Judge each step with the noise of all of them, which a table knows in advance."""
+    rule = StragglerRule(kappa, relative_floor=FLOOR)
+    steps = [
+        (number, {i: float(row[i]) for i in members if not np.isnan(row[i])})
+        for number, row in enumerate(times)
+    ]
+    timed = [(number, seconds) for number, seconds in steps if seconds]
+    for _, seconds in timed:
+        rule.update("step", seconds)
+    rule.forget_last_checks()
+    for number, seconds in timed:
+        yield number, rule.update("step", seconds)
 
 
 def _undecided(

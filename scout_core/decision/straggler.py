@@ -141,6 +141,13 @@ class StragglerRule:
         """Return the global ranks that were slow in the last check and are not confirmed yet."""
         return self._recipes.get(recipe, _Recipe()).suspects
 
+    def forget_last_checks(self) -> None:
+        """Judge anew, with the noise that was learned: needs three checks to name anybody."""
+        for memory in self._recipes.values():
+            for check in memory.window:
+                _admit(memory, check)
+            memory.window.clear()
+
     def state(self) -> dict[str, Any]:
         """Return everything the rule remembers, as JSON values."""
         recipes = {
@@ -188,7 +195,7 @@ class StragglerRule:
         if slow.any():
             verdict = _separated(check, times, slow, math.log1p(self.relative_floor) / 2)
             for seen in memory.window:
-                seen.blamed |= verdict.status is Status.ATTRIBUTED
+                seen.blamed |= verdict.outliers
             return verdict
         if suspects.any():
             return _inconclusive(_unconfirmed(check, suspects))
@@ -244,10 +251,13 @@ def _advance(memory: _Recipe, check: Check) -> None:
 
 
 def _admit(memory: _Recipe, check: Check) -> None:
-    if not check.pooled and not check.blamed:
-        check.pooled = True
-        memory.history.append(check)
-        del memory.history[:-HISTORY]
+    if check.pooled:
+        return
+    check.pooled = True
+    healthy = [i for i, rank in enumerate(check.ranks) if rank not in check.blamed]
+    ranks = tuple(check.ranks[i] for i in healthy)
+    memory.history.append(Check(ranks, check.z[healthy], pooled=True))
+    del memory.history[:-HISTORY]
 
 
 def _separated(check: Check, times: Array, slow: Array, margin: float) -> Verdict:
@@ -287,7 +297,7 @@ def _inconclusive(reason: str) -> Verdict:
 
 
 def _plain(checks: Sequence[Check]) -> list[list[Any]]:
-    return [[list(c.ranks), c.z.tolist(), c.pooled, c.blamed] for c in checks]
+    return [[list(c.ranks), c.z.tolist(), c.pooled, sorted(c.blamed)] for c in checks]
 
 
 def _checks(plain: Sequence[Sequence[Any]]) -> list[Check]:
@@ -296,5 +306,6 @@ def _checks(plain: Sequence[Sequence[Any]]) -> list[Check]:
         values = np.array(z, dtype=np.float64)
         if values.shape != (len(ranks),) or not np.isfinite(values).all():
             raise ValueError(f"{len(ranks)} ranks with {values.size} values")
-        checks.append(Check(tuple(int(r) for r in ranks), values, bool(pooled), bool(blamed)))
+        members, names = (tuple(int(rank) for rank in those) for those in (ranks, blamed))
+        checks.append(Check(members, values, bool(pooled), frozenset(names)))
     return checks
