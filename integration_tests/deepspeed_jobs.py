@@ -6,6 +6,7 @@ import copy
 import hashlib
 import json
 import os
+import pathlib
 import threading
 import time
 from collections.abc import Iterator
@@ -241,3 +242,51 @@ def close_early(rank: int, layout: Layout, options: Options) -> tuple[int, list[
         step_once(layout, engine, data)
     wrapped = [name for name in ("step", "train_batch") if name in vars(engine)]
     return engine.scout.step_count, wrapped
+
+
+def save_under_the_gate(rank: int, layout: Layout, options: Options) -> dict[str, Any]:
+    """Save until a checkpoint is proven, then break a rank and try to save again."""
+    engine = build(layout, config_of(layout, options.scout, options.run_dir), options)
+    folder = pathlib.Path(options.run_dir) / "checkpoints"
+    data = batches(layout, engine, options.seed)
+    seen: dict[str, Any] = {"latest": [], "held": {}}
+    for step in range(1, 3 * engine.scout.coverage().cycle_steps):
+        step_once(layout, engine, data)
+        seen["latest"].append(_read(folder / "latest"))
+        if seen["latest"][-1] is not None:
+            break
+        assert engine.save_checkpoint(str(folder))
+        seen["held"][f"global_step{step}"] = digest(held(engine)) + digest(masters(engine))
+    for fault in options.faults:
+        if fault.rank == rank:
+            apply(fault, engine, options.inside)
+    while not engine.scout.incidents() and engine.global_steps < 60:
+        step_once(layout, engine, data)
+    seen["saved"] = engine.save_checkpoint(str(folder))
+    engine.destroy()
+    seen["at_end"] = _read(folder / "latest")
+    return seen
+
+
+def load_by_the_gate(
+    rank: int, layout: Layout, options: Options, failure: str
+) -> tuple[str, str, int, int, bool]:
+    """Start again: name and digest of what is loaded, the steps counted, and whether it trains."""
+    os.environ["SCOUT_FAILURE"] = failure
+    engine = build(layout, config_of(layout, options.scout, options.run_dir), options)
+    folder = pathlib.Path(options.run_dir) / "checkpoints"
+    try:
+        path, _ = engine.load_checkpoint(str(folder))
+    except ScoutError as error:
+        return str(error), "", 0, 0, False
+    loaded = digest(held(engine)) + digest(masters(engine))
+    steps = engine.scout.step_count
+    data = batches(layout, engine, options.seed)
+    for _ in range(2):
+        step_once(layout, engine, data)
+    clean = not engine.scout.incidents()
+    return pathlib.Path(path).parent.name, loaded, steps, engine.scout.step_count, clean
+
+
+def _read(path: pathlib.Path) -> str | None:
+    return path.read_text() if path.exists() else None

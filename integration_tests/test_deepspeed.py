@@ -241,6 +241,31 @@ def test_counters_reach_deepspeeds_monitor(tmp_path: pathlib.Path) -> None:
     assert written["Scout_checks.csv"].split()[-1].endswith(",3.0")
 
 
+CERTIFIABLE = ("zero1", "zero2", "pipeline", "autotp", "moe", "ulysses")
+"""Layouts in which every state at rest has 3 replicas; ZeRO-3 shards have one owner."""
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_latest_names_only_proven_checkpoints_and_a_restart_loads_them(
+    name: str, tmp_path: pathlib.Path
+) -> None:
+    layout, draw = LAYOUTS[name], drawn()
+    fault = FaultAt("sdc", draw.randrange(layout.ranks), step=0, magnitude=Magnitude.SIGN)
+    options = Options(QUIET, faults=(fault,), run_dir=str(tmp_path))
+    jobs = run_ranks(layout.ranks, run, "save_under_the_gate", layout, options, timeout_s=170)
+    proven = jobs[0]["latest"][-1]
+    for job in jobs:
+        assert job["latest"][:-1] == [None] * (len(job["latest"]) - 1)
+        assert (job["latest"][-1], job["at_end"], job["saved"]) == (proven, proven, False)
+    accepting = Options(
+        {**QUIET, "accept_uncertified": name not in CERTIFIABLE}, run_dir=str(tmp_path)
+    )
+    body = ("load_by_the_gate", layout, accepting, "sdc")
+    step = int(proven.removeprefix("global_step"))
+    for job, told in zip(jobs, run_ranks(layout.ranks, run, *body, timeout_s=120), strict=True):
+        assert told == (proven, job["held"][proven], step, step + 2, True)
+
+
 SCRIPT = pathlib.Path(__file__).with_name("deepspeed_script.py")
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch.distributed as dist
-
 from scout_core.errors import ScoutError
+from scout_core.evidence.capture import Undo
 from scout_core.integration import enable
 from scout_core.integration.models import Patterns
 from scout_core.integration.session import Session
 from scout_core.integration.wrapping import wrap_method
 from scout_deepspeed.block import Block
+from scout_deepspeed.checkpoints import CheckpointGate
 from scout_deepspeed.framework import DeepSpeed
 from scout_deepspeed.monitor import report_to
 from scout_deepspeed.phases import publish_phases
@@ -35,9 +35,13 @@ def attach(engine: Any, block: Block) -> Session:
     loader = engine.training_dataloader
     session = enable.attach(framework, block, run_dir=block.run_dir, dataloader=loader)
     engine.scout = session
-    report_to(engine.monitor, engine, framework, session)
-    publish_phases(engine, session)
-    _close_with(engine, session)
+    for undo in (
+        report_to(engine.monitor, engine, framework, session),
+        *publish_phases(engine, session),
+        *_gate(engine, session, block, framework),
+        wrap_method(engine, "destroy", _closing(session)),
+    ):
+        session.at_close(undo)
     return session
 
 
@@ -63,12 +67,20 @@ def refuse(engine: Any) -> None:
             raise ScoutError(f'{reason}; set "scout": {{"enabled": false}} or change that')
 
 
-def _close_with(engine: Any, session: Session) -> None:
+def _gate(engine: Any, session: Session, block: Block, framework: DeepSpeed) -> list[Undo]:
+    """Gate the engine's checkpoints, unless its checkpoint engine finishes saves by itself."""
+    if engine.checkpoint_engine is None or engine.checkpoint_engine.is_decoupled():
+        session.note("saves_not_gated", why="the checkpoint engine commits by itself")
+        return []
+    gate = CheckpointGate(engine, session, block)
+    return [*gate.install(), framework.on_step_end(gate.commit_released)]
+
+
+def _closing(session: Session) -> Callable[..., Any]:
     """Close the session before the engine is destroyed: its groups need the process group."""
 
     def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if dist.is_initialized():
-            session.close()
+        session.close()
         return original(*args, **kwargs)
 
-    wrap_method(engine, "destroy", around)
+    return around

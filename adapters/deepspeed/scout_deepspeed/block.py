@@ -18,6 +18,8 @@ class Block(ScoutConfig):
     """Attach SCOUT to this engine."""
     run_dir: str | None = None
     """Folder for incidents and events; None makes ./scout_runs/<time>."""
+    accept_uncertified: bool = False
+    """Answer for checkpoints that were clean but cannot be certified, as state has one owner."""
 
 
 def block_of(config: Any) -> Block | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from scout_core.evidence.capture import Undo
 from scout_core.integration.counters import counters
 from scout_core.integration.session import Session
 from scout_deepspeed.framework import DeepSpeed
@@ -11,14 +12,14 @@ from scout_deepspeed.framework import DeepSpeed
 PREFIX = "Scout/"
 
 
-def report_to(monitor: Any, engine: Any, framework: DeepSpeed, session: Session) -> None:
-    """Write the counters after each step that had a check.
+def report_to(monitor: Any, engine: Any, framework: DeepSpeed, session: Session) -> Undo:
+    """Write the counters after each step that had a check; returns what ends that.
 
     Args:
         monitor: a `deepspeed.monitor.monitor.MonitorMaster`; it writes on rank 0 only.
     """
     if not monitor.enabled:
-        return
+        return lambda: None
     seen = 0
 
     def write() -> None:
@@ -28,4 +29,4 @@ def report_to(monitor: Any, engine: Any, framework: DeepSpeed, session: Session)
             values = counters(session).items()
             monitor.write_events([(PREFIX + n, v, engine.global_samples) for n, v in values])
 
-    framework.on_step_end(write)
+    return framework.on_step_end(write)
