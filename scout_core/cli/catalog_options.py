@@ -100,13 +100,13 @@ def make_profiler(
     Raises:
         ScoutError: options that do not go together, or a missing package.
     """
-    from scout_core.evidence.environment import OWN_KERNEL, TORCH_KERNEL
+    from scout_core.evidence.environment import OWN_KERNEL, TORCH_KERNEL, TORCH_SETTINGS
     from scout_core.evidence.kernel_profile import ScheduleProfiler
 
     if per_program and source is not Source.MODEL:
         raise ScoutError(f"--per-program needs --source model, not {source.value}")
     if source is Source.TORCH_PROFILER:
-        return _torch_profiler(gemm, dtype), _kernel(TORCH_KERNEL, "one launch per expert", dtype)
+        return _torch_profiler(gemm, dtype), _kernel(TORCH_KERNEL, TORCH_SETTINGS, dtype)
     if dtype != "float32":
         raise ScoutError(f"--dtype {dtype} needs --source torch-profiler; our kernel is float32")
     settings = gemm.settings + (", paths per program" if per_program else "")

@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 
 def drill(
-    parallelism: Annotated[str, typer.Option(help="ddp, fsdp2, hsdp or hsdp_tp.")] = "ddp",
+    parallelism: Annotated[str, typer.Option(help="ddp, fsdp2, hsdp, hsdp_tp or moe.")] = "ddp",
     ranks: Annotated[int, typer.Option(help="Processes on this machine.")] = 4,
     fault: Annotated[
         list[str] | None,
-        typer.Option(help="KIND[:rank=..,layer=..,step=..,...]; repeat it for several faults."),
+        typer.Option(help="KIND[:rank=..,layer=..,step=..,rows=..,...]; repeat it for more."),
     ] = None,
     seed: Annotated[int, typer.Option(help="Draws whatever the faults leave open.")] = 0,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps; default: enough.")] = None,

@@ -14,6 +14,8 @@ from scout_core.errors import ScoutError
 
 OWN_KERNEL = "scout grouped GEMM"  # lab.grouped_gemm_kernel and its model
 TORCH_KERNEL = "torch matmul per expert"  # lab.expert_workload
+TORCH_SETTINGS = "one launch per expert"
+TORCH_GROUPED_KERNEL = "torch._grouped_mm"
 
 _CPU_INFO = pathlib.Path("/proc/cpuinfo")
 _DRIVERS = (pathlib.Path("/proc/driver/nvidia/version"), pathlib.Path("/sys/module/amdgpu/version"))
@@ -68,7 +70,8 @@ def kernel_version(library: str) -> str | None:
     if library == OWN_KERNEL:
         triton = _version("triton")
         return f"scout {_version('scout-training')}, {f'triton {triton}' if triton else 'model'}"
-    return f"torch {torch.__version__}" if library == TORCH_KERNEL else None
+    of_torch = library in (TORCH_KERNEL, TORCH_GROUPED_KERNEL)
+    return f"torch {torch.__version__}" if of_torch else None
 
 
 def _version(distribution: str) -> str | None:

@@ -64,7 +64,8 @@ def enable_resiliency(
         )
     if not isinstance(config, ScoutConfig):
         config = ScoutConfig.parse(dict(config or {}), "the config of enable_resiliency")
-    patterns = Patterns(config.layers, config.embedding, config.head)
+    modules = config.experts.modules
+    patterns = Patterns(config.layers, config.embedding, config.head, experts=modules)
     framework = PyTorch(model, optimizer, mesh, patterns)
     return attach(
         framework, config, run_dir=run_dir, dataloader=dataloader, fault_callback=fault_callback

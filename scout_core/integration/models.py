@@ -24,6 +24,8 @@ class Patterns:
     head: str | None = None
     stage: bool = False
     """The model is one pipeline stage: what a pattern does not match here is on another stage."""
+    experts: str | None = None
+    """Expert stages of a plain PyTorch model; a framework names its own."""
 
 
 ShapeOf = Callable[[nn.Parameter], tuple[int, ...]]

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from scout_core.decision.topology import Coordinate, Topology
 from scout_core.errors import ScoutError
 from scout_core.evidence.capture import Undo
+from scout_core.integration.expert_sites import as_data_ranks, find_experts, with_experts
 from scout_core.integration.framework import Site, StateUnit, after_each_step
 from scout_core.integration.fsdp2 import ShardedByFSDP2, state_units
 from scout_core.integration.models import Patterns, find_sites, model_device
@@ -53,13 +54,20 @@ class PyTorch(ShardedByFSDP2):
         self._mesh = root_mesh(mesh if mesh is not None else find_mesh(model))
         self.device = model_device(model)
         inner = model.module if isinstance(model, DistributedDataParallel) else model
-        self._sites, self._missing = find_sites(inner, patterns or Patterns())
+        patterns = patterns or Patterns()
+        sites, self._missing = find_sites(inner, patterns)
+        experts = find_experts(inner, patterns.experts) if patterns.experts is not None else []
+        self._has_experts = bool(experts)
+        self._sites = with_experts(sites, experts)
 
     def topology(self) -> Topology:
         """Addresses from the mesh; without one all ranks are data replicas."""
         if self._mesh is None:
             return Topology.from_coordinates([(rank,) for rank in range(dist.get_world_size())])
-        return Topology.from_coordinates(addresses(self._mesh, self.shards_data))
+        places = addresses(self._mesh, self.shards_data)
+        if not self._has_experts:
+            return Topology.from_coordinates(places)
+        return Topology.from_coordinates(as_data_ranks(places), places)
 
     def sites(self) -> Sequence[Site]:
         return self._sites

@@ -22,12 +22,15 @@ from scout_core.decision.topology import Topology
 from scout_core.errors import ScoutError
 from scout_core.evidence.exchange import GroupExchange
 from scout_core.integration.enable import attach
+from scout_core.integration.models import Patterns
 from scout_core.integration.pytorch import PyTorch
 from scout_core.integration.session import Session
+from scout_core.lab import moe_catalog
 from scout_core.lab.faults import FaultAt
 from scout_core.lab.injection import Target, acts_on, inject
 from scout_core.lab.model import GPT, GPTConfig, Text, loss_of
-from scout_core.lab.parallel import Parallelism, parallelise, topology
+from scout_core.lab.moe import MoEConfig, moe_gpt
+from scout_core.lab.parallel import Parallelism, host_names, parallelise, topology
 from scout_core.report.events import RunDir
 
 REPORTED_AS: dict[str, tuple[str, ...]] = {
@@ -44,6 +47,7 @@ REPORTED_AS: dict[str, tuple[str, ...]] = {
 """Beginnings of the reason codes that a fault of each kind is rightly reported with."""
 NAMES_A_RANK = ("sdc", "gradient", "straggler", "slow_machine", "hang")
 """Kinds of fault whose report must name the faulty rank; all others must name nobody."""
+STAGES = r"moe\.experts$"  # names of the expert stages
 LEARNING_STEPS = 16  # a group is compared with its own past from here on
 LEARNS = ("slow_nic", "contention", "group_slowdown")
 """Kinds of fault that all siblings share, so that only the past shows them."""
@@ -61,6 +65,8 @@ class DrillPlan:
     seed: int = 0
     batch: int = 4
     model: GPTConfig = field(default_factory=GPTConfig)
+    moe: MoEConfig = field(default_factory=MoEConfig)
+    """Of the parallelism "moe"."""
     ranks_per_host: int | None = None
     """Hosts are simulated by labels; None: one host."""
     timeout_s: float = 300.0
@@ -92,6 +98,23 @@ class DrillPlan:
                     f"--fault layer={fault.layer} does not exist; the model has layers "
                     f"0..{self.model.layers - 1}"
                 )
+            if fault.rows is not None:
+                self._refuse_rows(fault.rows)
+
+    @property
+    def has_experts(self) -> bool:
+        """The layers are mixtures of experts."""
+        return self.parallelism is Parallelism.MOE
+
+    def _refuse_rows(self, rows: int) -> None:
+        unit, most = self.moe.alignment, self.moe.most_rows
+        if not self.has_experts:
+            raise ScoutError(f"--fault rows={rows} needs experts: use --parallelism moe")
+        if rows % unit or not unit <= rows <= most:
+            raise ScoutError(
+                f"--fault rows={rows} never occurs: rows of an expert are padded to multiples of "
+                f"{unit}; use {unit} to {most}"
+            )
 
 
 @dataclass(frozen=True)
@@ -136,6 +159,9 @@ def run_drill(plan: DrillPlan) -> DrillOutcome:
     from scout_core.testing import run_ranks
 
     with tempfile.TemporaryDirectory(prefix="scout-drill-") as folder:
+        if plan.has_experts:
+            layout = topology(plan.parallelism, plan.ranks)
+            moe_catalog.write(folder, plan.model.width, plan.moe, layout)
         results = run_ranks(plan.ranks, drill_rank, plan, folder, timeout_s=plan.timeout_s)
     return judge(plan, results[0])
 
@@ -144,7 +170,7 @@ def judge(plan: DrillPlan, seen: RankResult) -> DrillOutcome:
     """Match incidents with faults: each needs a report of its kind that names its rank, if any."""
     injected = []
     for fault in plan.faults:
-        hit = next((i for i in seen.incidents if _reports(fault, i)), None)
+        hit = next((i for i in seen.incidents if _reports(fault, i) and _at(fault, i)), None)
         found = hit is not None or fault.kind == "rotating_pauses"  # nobody is to be named
         latency = None if hit is None else hit.step - fault.step
         injected.append({**asdict(fault), "found": found, "latency_steps": latency})
@@ -173,6 +199,11 @@ def _reports(fault: FaultAt, incident: Incident) -> bool:
     ):
         return False
     return fault.rank in incident.culprit_ranks if fault.kind in NAMES_A_RANK else True
+
+
+def _at(fault: FaultAt, incident: Incident) -> bool:
+    """A fault at one row count is found when that is named, too."""
+    return fault.rows is None or fault.rows in incident.evidence.get("rows", ())
 
 
 def _overhead(plan: DrillPlan, seen: RankResult) -> dict[str, float]:
@@ -225,16 +256,22 @@ def start(
         config_fields: overrides of `ScoutConfig`.
     """
     torch.manual_seed(plan.seed)
-    inner = GPT(plan.model)
+    inner = moe_gpt(plan.model, plan.moe) if plan.has_experts else GPT(plan.model)
     layers = list(inner.layers)
     model, mesh = parallelise(inner, plan.parallelism, plan.ranks)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     torch.manual_seed(plan.seed * 1009 + rank)
+    if plan.has_experts:
+        catalogue = str(pathlib.Path(folder) / moe_catalog.CATALOGUE)
+        config_fields = {"experts": {"modules": STAGES, "catalogue": catalogue}, **config_fields}
     config = ScoutConfig.parse({**plan.config, **config_fields}, "the drill's configuration")
     exchange = GroupExchange(torch.device("cpu"), config.exchange_timeout_s)
-    framework = _Drilled(model, optimizer, mesh, plan.ranks_per_host)
+    patterns = Patterns(experts=config.experts.modules)
+    framework = _Drilled(model, optimizer, mesh, patterns, plan.ranks_per_host)
     session = attach(framework, config, run_dir=folder, exchange=exchange)
-    target = Target(layers, optimizer, framework, exchange, session.topology, pathlib.Path(folder))
+    experts = [(s.module, s.experts) for s in framework.sites() if s.experts is not None]
+    place = pathlib.Path(folder)
+    target = Target(layers, optimizer, framework, exchange, session.topology, place, experts)
     return model, optimizer, session, target
 
 
@@ -246,17 +283,17 @@ class _Drilled(PyTorch):
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         mesh: DeviceMesh | None,
+        patterns: Patterns,
         ranks_per_host: int | None,
     ) -> None:
-        super().__init__(model, optimizer, mesh)
+        super().__init__(model, optimizer, mesh, patterns)
         self._ranks_per_host = ranks_per_host
 
     def topology(self) -> Topology:
         found = super().topology()
         if self._ranks_per_host is None:
             return found
-        hosts = tuple(f"host-{rank // self._ranks_per_host}" for rank in range(found.world_size))
-        return replace(found, hosts=hosts)
+        return replace(found, hosts=host_names(found.world_size, self._ranks_per_host))
 
 
 def train_step(

@@ -63,6 +63,8 @@ class FaultAt:
     """Extra compute time of a straggler or a group slow-down."""
     delay_s: float = 0.06
     """Extra time of a slow collective, or length of a pause."""
+    rows: int | None = None
+    """Acts only where one expert computes that many rows, in all layers."""
     seed: int = 0
     """Picks the element and, when intermittent, the calls."""
 
@@ -109,6 +111,7 @@ def _field(text: str, name: str, value: str) -> Any:
         "probability": float,
         "percent": float,
         "delay_s": float,
+        "rows": int,
         "seed": int,
     }
     if name not in kinds:

@@ -11,7 +11,7 @@ import contextlib
 import gc
 import pathlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +22,8 @@ from torch.distributed.tensor import DTensor
 from scout_core.decision.topology import Topology
 from scout_core.errors import ScoutError
 from scout_core.evidence.capture import Undo, local_of, tensors_of
+from scout_core.evidence.row_log import rows_of
+from scout_core.integration.expert_calls import ExpertCalls
 from scout_core.lab.faults import Corruption, FaultAt, Persistence, Surface
 
 
@@ -39,8 +41,11 @@ class Target:
     """Addresses and hosts, for communication faults."""
     run_dir: pathlib.Path | None = None
     """Where a hang is reported; it ends then."""
+    experts: Sequence[tuple[nn.Module, ExpertCalls]] = ()
+    """Expert stages of all layers, for faults at one row count."""
 
 
+Corrupt = Callable[[torch.Tensor], None]
 HANG_LASTS_S = 60.0  # a hang that nobody reports ends by itself
 JOB_WIDE = ("contention", "group_slowdown", "rotating_pauses")
 
@@ -84,6 +89,10 @@ def inject(fault: FaultAt, target: Target) -> Undo:
 def _corrupt(fault: FaultAt, target: Target, layer: nn.Module) -> Undo:
     surface = Surface.GRADIENT if fault.kind == "gradient" else fault.surface
     corrupt = Corruption(fault)
+    if fault.rows is not None:
+        function = _CorruptOutput if surface is Surface.OUTPUT else _CorruptGradient
+        undos = [_at_rows(fault.rows, *stage, function, corrupt) for stage in target.experts]
+        return lambda: _all(undos)
     if surface is Surface.PARAMETER:
         Corruption(replace(fault, persistence=Persistence.PERSISTENT))(_largest_parameter(layer))
         return lambda: None
@@ -97,6 +106,40 @@ def _corrupt(fault: FaultAt, target: Target, layer: nn.Module) -> Undo:
     return _wrap_forward(layer, lambda out: _map_first(out, _through(function, corrupt)))
 
 
+def _at_rows(
+    count: int,
+    stage: nn.Module,
+    calls: ExpertCalls,
+    function: type[torch.autograd.Function],
+    corrupt: Corruption,
+) -> Undo:
+    """Corrupt what the first expert with that many rows computes."""
+    original = stage.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        rows = rows_of(calls.counts(args, kwargs)[0])
+        out = original(*args, **kwargs)
+        if count not in rows:
+            return out
+        expert = rows.index(count)
+        part = _through(function, lambda tensor: corrupt(part_of(tensor, rows, expert)))
+        return _map_first(out, part)
+
+    return _replace_forward(stage, forward)
+
+
+def part_of(tensor: torch.Tensor, rows: tuple[int, ...], expert: int) -> torch.Tensor:
+    """Return one expert's part of a stage's results.
+
+    Args:
+        tensor: (rows of all experts and paddings, width), or (senders, experts, capacity, width).
+    """
+    if tensor.dim() > 2:
+        return tensor[:, expert]
+    start = sum(rows[:expert])
+    return tensor[start : start + rows[expert]]
+
+
 def _all(undos: list[Undo]) -> None:
     for undo in undos:
         undo()
@@ -106,7 +149,7 @@ class _CorruptOutput(torch.autograd.Function):
     """Identity whose result is corrupted."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, corrupt: Corruption) -> torch.Tensor:
+    def forward(ctx: Any, tensor: torch.Tensor, corrupt: Corrupt) -> torch.Tensor:
         result = tensor.clone()
         corrupt(result)
         return result
@@ -120,7 +163,7 @@ class _CorruptGradient(torch.autograd.Function):
     """Identity whose gradient is corrupted."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, corrupt: Corruption) -> torch.Tensor:
+    def forward(ctx: Any, tensor: torch.Tensor, corrupt: Corrupt) -> torch.Tensor:
         ctx.corrupt = corrupt
         return tensor.clone()
 

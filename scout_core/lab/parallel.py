@@ -1,4 +1,4 @@
-"""Parallelise the drill's model the way a user would: DDP, FSDP2, HSDP, HSDP x TP."""
+"""Parallelise the drill's model the way a user would: DDP, FSDP2, HSDP, HSDP x TP, experts."""
 
 from __future__ import annotations
 
@@ -16,9 +16,13 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from scout_core.decision.topology import Topology
+from scout_core.decision.topology import Coordinate, Topology
 from scout_core.errors import ScoutError
+from scout_core.integration.expert_sites import as_data_ranks
+from scout_core.lab import moe
 from scout_core.lab.model import GPT
+
+EXPERT_RANKS = 2  # expert-parallel positions of the layout "moe"
 
 
 class Parallelism(enum.StrEnum):
@@ -28,6 +32,7 @@ class Parallelism(enum.StrEnum):
     FSDP2 = "fsdp2"
     HSDP = "hsdp"  # replicas x shards
     HSDP_TP = "hsdp_tp"  # replicas x shards x 2 tensor-parallel positions
+    MOE = "moe"  # shards; experts on 2 expert-parallel positions x their replicas
 
 
 TP_PLAN: dict[str, ParallelStyle] = {
@@ -52,6 +57,13 @@ def degrees(parallelism: Parallelism, ranks: int) -> dict[str, int]:
         return {"d": ranks}
     if parallelism is Parallelism.FSDP2:
         return {"s": ranks}
+    if parallelism is Parallelism.MOE:
+        if ranks % EXPERT_RANKS:
+            raise ScoutError(
+                f"--ranks {ranks} cannot be laid out as moe: it needs a multiple of "
+                f"{EXPERT_RANKS}; use 6 or 8"
+            )
+        return {"s": ranks // EXPERT_RANKS, "e": EXPERT_RANKS}
     tensor = 2 if parallelism is Parallelism.HSDP_TP else 1
     shards = 2
     replicas, rest = divmod(ranks, tensor * shards)
@@ -70,6 +82,12 @@ def topology(parallelism: Parallelism, ranks: int, ranks_per_host: int | None = 
         ScoutError: the ranks do not factor, or the hosts do not divide them.
     """
     sizes = degrees(parallelism, ranks)
+    if parallelism is Parallelism.MOE:
+        places = [
+            Coordinate(s=rank // EXPERT_RANKS, e=rank % EXPERT_RANKS) for rank in range(ranks)
+        ]
+        hosts = None if ranks_per_host is None else host_names(ranks, ranks_per_host)
+        return Topology.from_coordinates(as_data_ranks(places), places, hosts)
     return Topology.from_degrees(
         d=sizes.get("d", 1), s=sizes.get("s", 1), t=sizes.get("t", 1), hosts=ranks_per_host
     )
@@ -91,6 +109,11 @@ def parallelise(
     sizes = degrees(parallelism, ranks)
     if parallelism is Parallelism.DDP:
         return DistributedDataParallel(model, find_unused_parameters=fixed_buckets), None
+    if parallelism is Parallelism.MOE:
+        shape = (sizes["s"], sizes["e"])
+        mesh = init_device_mesh(device, shape, mesh_dim_names=("dp_shard", "ep"))
+        moe.shard(model, mesh)
+        return model, mesh
     names = {"d": "dp_replicate", "s": "dp_shard", "t": "tp"}
     axes = [axis for axis in "dst" if axis in sizes]
     if parallelism is not Parallelism.HSDP_TP:
@@ -108,6 +131,11 @@ def parallelise(
         fully_shard(layer, mesh=data)
     fully_shard(model, mesh=data)
     return model, mesh
+
+
+def host_names(ranks: int, ranks_per_host: int) -> tuple[str, ...]:
+    """Labels of simulated hosts, by rank."""
+    return tuple(f"host-{rank // ranks_per_host}" for rank in range(ranks))
 
 
 def plain_parameters(model: nn.Module) -> list[torch.Tensor]:
