@@ -23,9 +23,10 @@ from scout_core.config import ScoutConfig
 from scout_core.decision.labels import Label
 from scout_core.errors import ScoutError
 from scout_core.evidence.exchange import GroupExchange
-from scout_core.integration.checkpoint import Manager, NoTrustedCheckpoint, open_checkpoint
+from scout_core.integration.checkpoint import Manager, open_checkpoint
 from scout_core.integration.dcp_storage import DcpStorage
 from scout_core.integration.restore_state import StateDict, TrainingState
+from scout_core.integration.restoring import NoTrustedCheckpoint
 from scout_core.integration.saves import Job
 from scout_core.integration.trust_record import TrustStore
 from scout_core.testing import run_ranks

@@ -15,7 +15,6 @@ from typing import Protocol
 
 from scout_core.config import CheckpointConfig, ScoutConfig
 from scout_core.decision.labels import Choice, Failure, Label, Saved
-from scout_core.errors import ScoutError
 from scout_core.evidence.exchange import Exchange
 from scout_core.integration.dcp_storage import (
     WRITE_ERRORS,
@@ -29,7 +28,8 @@ from scout_core.integration.manifest import Share
 from scout_core.integration.places import copy_share, partial, shared_folder, try_files
 from scout_core.integration.record_keeper import Emit
 from scout_core.integration.restore_state import StateDict, TrainingState
-from scout_core.integration.saves import Chosen, Ended, Job
+from scout_core.integration.restoring import no_trusted_checkpoint, restore
+from scout_core.integration.saves import Ended, Job
 from scout_core.integration.trust_record import sync_folder
 
 _NOT_TAKEN = (Label.CONDEMNED, Label.REFUSED)
@@ -40,10 +40,6 @@ Phase = Callable[[str], AbstractContextManager[None]]
 
 def _no_phase(name: str) -> AbstractContextManager[None]:
     return nullcontext()
-
-
-class NoTrustedCheckpoint(ScoutError):
-    """There are checkpoints, but none that the evidence allows to start from."""
 
 
 class GatedCheckpoint:
@@ -247,36 +243,17 @@ class GatedCheckpoint:
         start_over: bool,
         accept_uncertified: bool,
     ) -> int:
-        chosen = self.service.choose(failure, accept_uncertified=accept_uncertified)
-        loaded = None
-        if sweep is not None and chosen.failure in (Failure.HANG, Failure.UNKNOWN):
-            newest = self.service.choose(chosen.failure, sweep_clean=True)
-            if newest.choice.step is not None and newest.choice != chosen.choice:
-                self._load(newest.choice, state_dict)
-                loaded = newest.choice
-                self.service.swept(sweep())
-                chosen = self.service.choose(Failure.NONE, accept_uncertified=accept_uncertified)
-        return self._start_from(chosen, loaded, state_dict, start_over)
-
-    def _start_from(
-        self,
-        chosen: Chosen,
-        loaded: Choice | None,
-        state_dict: StateDict | None,
-        start_over: bool,
-    ) -> int:
-        choice = chosen.choice
-        if choice.step is not None:
-            if choice != loaded:
-                self._load(choice, state_dict)
-            self.service.resumed(choice.step, choice.path)
-            return choice.step
+        chosen = restore(
+            self.service,
+            lambda choice: self._load(choice, state_dict),
+            failure,
+            sweep,
+            accept_uncertified,
+        )
+        if chosen.choice.step is not None:
+            return chosen.choice.step
         if chosen.num_checkpoints and not start_over:
-            raise NoTrustedCheckpoint(
-                f"none of {chosen.num_checkpoints} checkpoints in {self.service.folder} can be "
-                f"trusted after failure={chosen.failure.value!r}: {choice.why}; look at them with "
-                "`scout ckpt list`, or begin again with start_over=True"
-            )
+            raise no_trusted_checkpoint(self.service, chosen, "begin again with start_over=True")
         self.service.resumed(None)
         return 0
 
