@@ -38,8 +38,9 @@ class Audit:
         self._step = step
 
     def units(self) -> list[StateUnit]:
-        """Return the units to compare."""
-        return [unit for unit in self._state_units() if unit.layout in self._layouts]
+        """Return the units to compare: those that replicas of the layouts hold alike."""
+        units = self._state_units()
+        return [unit for unit in units if unit.has_replicas and unit.layout in self._layouts]
 
     def added_to(self, report: Report) -> Report:
         """Sign the state as it is now, and look once more at masters."""
