@@ -9,8 +9,10 @@ from concurrent.futures import Future
 from typing import Any, Protocol
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from scout_core.errors import ScoutError
 from scout_core.integration.restore_state import StateDict, TrainingState, missing_names
@@ -55,12 +57,12 @@ class DcpStorage:
         self._group = dist.new_group(backend="gloo", timeout=timeout)
 
     def save(self, state_dict: StateDict, folder: pathlib.Path) -> None:
-        writer = dcp.FileSystemWriter(folder)
-        dcp.save(state_dict, storage_writer=writer, process_group=self._group)
+        writer = FileSystemWriter(folder)
+        save(state_dict, storage_writer=writer, process_group=self._group)
 
     def async_save(self, state_dict: StateDict, folder: pathlib.Path) -> Outcome:
-        writer = dcp.FileSystemWriter(folder)
-        running = dcp.async_save(state_dict, storage_writer=writer, process_group=self._group)
+        writer = FileSystemWriter(folder)
+        running = async_save(state_dict, storage_writer=writer, process_group=self._group)
         assert isinstance(running, Future)
         return lambda wait_s: _outcome(running, wait_s)
 
@@ -70,7 +72,7 @@ class DcpStorage:
         Raises:
             ScoutError: the checkpoint holds values that `state_dict` does not ask for.
         """
-        reader = dcp.FileSystemReader(folder)
+        reader = FileSystemReader(folder)
         forgotten = missing_names(state_dict, reader.read_metadata())
         if forgotten:
             raise ScoutError(
@@ -78,7 +80,7 @@ class DcpStorage:
                 f"ask for, among them {forgotten[:3]}; build it as it was saved (an optimizer has "
                 "no state before its first step), or restore without a state_dict"
             )
-        dcp.load(state_dict, storage_reader=reader, process_group=self._group)
+        load(state_dict, storage_reader=reader, process_group=self._group)
 
     def load_into(self, target: TrainingState, folder: pathlib.Path) -> StateDict:
         """Read a checkpoint whatever its layout.
@@ -86,10 +88,10 @@ class DcpStorage:
         Raises:
             ScoutError: the layout cannot be told from its names.
         """
-        reader = dcp.FileSystemReader(folder)
+        reader = FileSystemReader(folder)
         metadata = reader.read_metadata()
         values = target.template(metadata)
-        dcp.load(values, storage_reader=reader, process_group=self._group)
+        load(values, storage_reader=reader, process_group=self._group)
         return target.apply(values, metadata)
 
     def close(self) -> None:
