@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from deepspeed.moe.experts import Experts
 from deepspeed.moe.utils import is_moe_param, is_moe_param_group
 from deepspeed.ops.adam import FusedAdam
 from deepspeed.runtime.activation_checkpointing.checkpointing import get_cuda_rng_tracker
@@ -72,7 +71,7 @@ class DeepSpeed(FrameworkBase):
         return master_pairs(self._engine.optimizer, self._names)[0]
 
     def state_units(self) -> Sequence[StateUnit]:
-        """Parameters below stage 3 have replicas, and below stage 1 the optimizer has, too."""
+        """Parameters below stage 3 have replicas, and an optimizer that is not partitioned has."""
         units = _parameter_units(self._engine.module, self._sites)
         optimizer = self._engine.basic_optimizer
         owned = owned_masters(self._engine.optimizer)
@@ -80,7 +79,8 @@ class DeepSpeed(FrameworkBase):
             StateUnit(f"masters {i}", _with_state(optimizer, master, "master"), has_replicas=False)
             for i, master in enumerate(owned)
         ]
-        return units if self._engine.zero_optimization() else units + _optimizer_units(optimizer)
+        is_partitioned = bool(owned) or self._engine.zero_optimization()
+        return units if is_partitioned else units + _optimizer_units(optimizer)
 
     def on_step_end(self, hook: Callable[[], None]) -> Undo:
         """Call the hook whenever `global_steps` has grown.
@@ -144,11 +144,22 @@ def _sites(engine: Any, patterns: Patterns) -> tuple[list[Site], list[str]]:
 
 def _with_experts(site: Site) -> Iterator[Site]:
     """Yield a layer, and each group of experts inside of it as a site among expert replicas."""
-    experts = {n: m for n, m in site.module.named_modules() if isinstance(m, Experts)}
+    experts = dict(_expert_modules(site.module, ""))
     yield replace(site, apart=tuple(f"{name}." for name in experts))
     for name, module in experts.items():
         kind = path_class(module, "expert", zero3.whole_shape)
         yield Site(f"{site.name}.{name}", module, "expert", kind, "expert")
+
+
+def _expert_modules(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the outermost modules below `module` that hold nothing but experts."""
+    for key, child in module.named_children():
+        kinds = {is_moe_param(parameter) for parameter in child.parameters()}
+        inner = f"{name}.{key}" if name else key
+        if kinds == {True}:
+            yield inner, child
+        elif True in kinds:
+            yield from _expert_modules(child, inner)
 
 
 def _stage_patterns(module: Any, patterns: Patterns) -> Patterns:
