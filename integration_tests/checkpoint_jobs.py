@@ -28,7 +28,6 @@ from scout_core.lab.faults import Magnitude, flip_bit
 
 RANKS = 4
 RECIPES = ("hidden", "optimizer")
-DEADLINE_S = 20.0
 
 
 @dataclass(frozen=True)
@@ -47,6 +46,8 @@ class Case:
     kill: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """Step -> ranks that die by SIGKILL while they write that step's checkpoint."""
     asynchronous: bool = False
+    deadline_s: float = 30.0
+    """Of every exchange, save and load; survivors of a killed rank may wait that long for it."""
 
 
 @dataclass(frozen=True)
@@ -82,16 +83,16 @@ class Trainer:
         # the order of summation: a restarted run would differ in the last bits.
         self.model = DistributedDataParallel(nn.Sequential(*layers), find_unused_parameters=True)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
-        self.exchange = GroupExchange(torch.device("cpu"), DEADLINE_S)
+        self.exchange = GroupExchange(torch.device("cpu"), case.deadline_s)
         job = Job(len(RECIPES), name="tiny")
         self.service = GateService(run / "checkpoints", self.exchange, job, self.emit)
         self.checkpoint = GatedCheckpoint(
             self.service,
-            DcpStorage(DEADLINE_S),
+            DcpStorage(case.deadline_s),
             CheckpointConfig(memory_dir=str(run / "memory"), keep_last=2),
             TrainingState(self.model, self.optimizer),
             self.emit,
-            DEADLINE_S,
+            case.deadline_s,
         )
         self.step = 0
 

@@ -104,7 +104,7 @@ def test_a_rank_killed_while_it_saves_costs_nothing_that_was_complete(
     run: pathlib.Path, undisturbed: str, sweep: bool | None, resumed: int
 ) -> None:
     rank = random.randrange(RANKS)
-    results = start(run, Case(kill={9: (rank,)}), dead=(rank,))
+    results = start(run, Case(kill={9: (rank,)}, deadline_s=8.0), dead=(rank,))
     assert results[rank] is None
     assert all(isinstance(told, str) for at, told in enumerate(results) if at != rank), results
     assert 9 not in steps_with(run, *Label)

@@ -14,7 +14,7 @@ from scout_core.errors import ScoutError
 from scout_core.evidence.exchange import LocalExchange, LocalHall, run_threads
 from scout_core.integration.gate_service import GateService
 from scout_core.integration.manifest import read_manifest
-from scout_core.integration.saves import Job
+from scout_core.integration.saves import Job, Purge
 from scout_core.integration.trust_record import TrustStore
 
 RANKS = 3
@@ -324,7 +324,7 @@ def test_a_purge_leaves_the_trusted_and_the_pinned(tmp_path: pathlib.Path) -> No
 
     def second(service: GateService) -> list[bool]:
         service.resumed(8, str(tmp_path / "step-8"))
-        service.purge(keep_last=1, remove_files=remove)
+        service.settle(Purge(1, remove))
         return [service.protects(f"step-{step}") for step in (1, 6, 8)]
 
     removed: list[str] = []
@@ -340,6 +340,24 @@ def test_a_purge_leaves_the_trusted_and_the_pinned(tmp_path: pathlib.Path) -> No
     assert answers[1] == [False, True, True]  # pins are known where checkpoints are removed
     assert removed == ["step-2", "step-3", "step-4", "step-5"]
     assert set(labels(tmp_path)) == {1, 6, 7, 8}
+
+
+def test_a_pin_set_while_the_job_runs_keeps_the_next_purge_away(tmp_path: pathlib.Path) -> None:
+    removed: list[str] = []
+
+    def body(service: GateService) -> None:
+        train(service, "cccccccc")
+        if service.rank == 0:
+            TrustStore(tmp_path).update(lambda record: record.changed("step-1", pinned=True))
+        service.begin_save(9)
+        write_files(service, "step-9")
+        service.add_pending(9, "step-9", lambda: "")
+        service.settle(Purge(1, lambda folder: removed.append(folder.name)))
+
+    with_service(tmp_path, body)
+    assert "step-1" not in removed
+    assert "step-2" in removed
+    assert 1 in labels(tmp_path)
 
 
 def test_a_checkpoint_that_a_person_drops_leaves_every_ranks_gate(tmp_path: pathlib.Path) -> None:

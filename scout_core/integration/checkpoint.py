@@ -29,7 +29,7 @@ from scout_core.integration.places import copy_share, partial, shared_folder, tr
 from scout_core.integration.record_keeper import Emit
 from scout_core.integration.restore_state import StateDict, TrainingState
 from scout_core.integration.restoring import no_trusted_checkpoint, restore
-from scout_core.integration.saves import Ended, Job
+from scout_core.integration.saves import Ended, Job, Purge
 from scout_core.integration.trust_record import sync_folder
 
 _NOT_TAKEN = (Label.CONDEMNED, Label.REFUSED)
@@ -69,7 +69,7 @@ class GatedCheckpoint:
         self.restored: StateDict = {}
         """Entries of the restored checkpoint that belong to neither model nor optimizer."""
         self._storage = storage
-        self._keep_last = config.keep_last
+        self._purge = Purge(config.keep_last, shutil.rmtree)
         self._target = target
         self._emit = emit
         self._save_timeout_s = save_timeout_s
@@ -115,7 +115,7 @@ class GatedCheckpoint:
             error = raised
         told = "" if error is None else describe(error)
         self.service.add_pending(step, str(folder), lambda: told)
-        ended = self.service.settle()
+        ended = self.service.settle(self._purge)
         failed = ended[-1].error if ended else told
         self._clear_failed(ended)
         if failed and self._is_in_memory(str(folder)):
@@ -123,7 +123,6 @@ class GatedCheckpoint:
             return self._save(step, state_dict)
         if failed:
             raise error or RuntimeError(f"the save of step {step} failed: {failed}")
-        self._purge()
         return ended[-1].label if ended else label
 
     def _begin_async(self, step: int, state_dict: StateDict) -> Label:
@@ -155,12 +154,11 @@ class GatedCheckpoint:
             return []
         for outcome in self._running:
             outcome(self._save_timeout_s)
-        ended = self.service.settle()
+        ended = self.service.settle(self._purge)
         self._running = []
         self._clear_failed(ended)
         if self.service.pending and not self.service.broken:
             raise RuntimeError(f"{self.service.pending[0].path} was not complete in time")
-        self._purge()
         return ended
 
     def restore(
@@ -203,7 +201,7 @@ class GatedCheckpoint:
                 self._persist([self.service.latest])
                 self.service.drain()
                 self.service.stop(Failure.NONE)
-                self._purge()
+                self.service.settle(self._purge)
         self.service.close()
         self._storage.close()
 
@@ -287,9 +285,6 @@ class GatedCheckpoint:
             if self.service.rank == 0:
                 shutil.rmtree(source)
         return why
-
-    def _purge(self) -> None:
-        self.service.purge(self._keep_last, shutil.rmtree)
 
     def _folders(self) -> list[pathlib.Path]:
         return [self.service.folder, *([self._memory] if self._memory else [])]

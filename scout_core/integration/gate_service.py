@@ -26,7 +26,7 @@ from scout_core.integration import manifest
 from scout_core.integration.agreement import Agreement, Part
 from scout_core.integration.manifest import Share
 from scout_core.integration.record_keeper import Emit, Signer, open_record
-from scout_core.integration.saves import Chosen, Ended, Job, Pending, Plan
+from scout_core.integration.saves import Chosen, Ended, Job, Pending, Plan, Purge
 from scout_core.integration.trust_record import TrustStore
 
 FAILURE_VARIABLE = "SCOUT_FAILURE"
@@ -151,13 +151,16 @@ class GateService:
         """
         self._pending.append(Pending(step, self.name(path), outcome))
 
-    def settle(self) -> list[Ended]:
+    def settle(self, purge: Purge | None = None) -> list[Ended]:
         """Exchange how pending saves stand; return those that ended since then; collective.
 
         Every other round does the same in passing.
+
+        Args:
+            purge: what to remove now that newer checkpoints are complete.
         """
         self._round({"round": "settle"}, {})
-        self._write()
+        self._write(purge=purge)
         ended, self._ended = self._ended, []
         return ended
 
@@ -276,12 +279,6 @@ class GateService:
         slots = (gate.latest, gate.candidate, gate.verified, gate.uncertified)
         return any(saved is not None and saved.path == name for saved in slots)
 
-    def purge(self, keep_last: int, remove_files: Callable[[pathlib.Path], None]) -> None:
-        """Remove all but the protected and the newest other checkpoints; acts on rank 0."""
-        if self._keeper is not None:
-            self._keeper.remove(trust.purgeable(self._keeper.record, keep_last), remove_files)
-            self._write()
-
     def moved(self, path: str, new_path: str) -> None:
         """A checkpoint was copied to `new_path` and counts there; called on all ranks."""
         old, new = self.name(path), self.name(new_path)
@@ -375,9 +372,14 @@ class GateService:
         self._intact.add(entry.path)
         return True
 
-    def _write(self, incidents: Iterable[str] = (), failure: Failure | None = None) -> None:
+    def _write(
+        self,
+        incidents: Iterable[str] = (),
+        failure: Failure | None = None,
+        purge: Purge | None = None,
+    ) -> None:
         if self._keeper is not None:
-            self._keeper.write(self._gate, incidents, failure)
+            self._keeper.write(self._gate, incidents, failure, purge)
 
     def _say_once(self, event: str, **fields: Any) -> None:
         if event not in self._said:

@@ -18,7 +18,7 @@ from scout_core.errors import ScoutError
 from scout_core.integration import manifest
 from scout_core.integration.agreement import Agreement, Part
 from scout_core.integration.manifest import Share
-from scout_core.integration.saves import Job
+from scout_core.integration.saves import Job, Purge, RemoveFiles
 from scout_core.integration.trust_record import TrustStore
 from scout_core.report.events import now
 
@@ -114,6 +114,7 @@ class RecordKeeper:
         self._emit = emit
         self._written: object = None
         self._dropped: list[Dropped] = []
+        self._doomed: list[tuple[str, RemoveFiles]] = []
         self._background = Background(emit)
 
     def folder(self, path: str) -> pathlib.Path:
@@ -163,43 +164,53 @@ class RecordKeeper:
         """A checkpoint lies somewhere else now, with the same content."""
         self.record = self.record.changed(path, path=new_path)
 
-    def remove(
-        self, entries: Iterable[Entry], remove_files: Callable[[pathlib.Path], None]
-    ) -> None:
-        """Forget checkpoints, then delete their files in the background."""
-        gone = list(entries)
-        self.record = self.record.without(entry.path for entry in gone)
-        for entry in gone:
-            folder = self.folder(entry.path)
-            self._background.start(f"remove {entry.path}", lambda at=folder: remove_files(at))
-
     def write(
         self,
         gate: CheckpointGate,
         incidents: Iterable[str] = (),
         failure: Failure | None = None,
+        purge: Purge | None = None,
     ) -> None:
-        """Bring the record on disk in line with the gate, if anything a reader sees has changed."""
+        """Bring the record on disk in line with the gate, if anything a reader sees has changed.
+
+        Files of purged checkpoints are deleted once the record without them is written.
+        """
         self._background.finished()
         ours = trust.relabel(self.record, gate, incidents)
         ours = ours if failure is None else replace(ours, failure=failure)
-        slots = (gate.latest, gate.candidate, gate.verified, gate.uncertified, gate.doubts)
-        visible = (replace(ours, gate={}, updated=""), slots)
         self.record = ours
-        if visible == self._written:
+        if purge is None and _visible(ours, gate) == self._written:
             return
         try:
-            self.record = self._store.update(lambda theirs: trust.merged(ours, theirs))
+            self.record = self._store.update(lambda theirs: self._merge(ours, theirs, purge))
         except (OSError, ValueError) as error:
             self._emit("trust_record_not_written", error=str(error))
             return
-        self._written = visible
+        self._written = _visible(self.record, gate)
         self._notice_drops(ours)
+        self._delete_doomed()
 
     def close(self) -> None:
         """Wait for what is being written or removed."""
         self._background.close()
         self._background.finished()
+
+    def _merge(self, ours: Record, theirs: Record, purge: Purge | None) -> Record:
+        """Purge after pins were taken over: somebody may just have set one."""
+        merged = trust.merged(ours, theirs)
+        if purge is None:
+            return merged
+        gone = [entry.path for entry in trust.purgeable(merged, purge.keep_last)]
+        self._doomed = [(path, purge.remove_files) for path in gone]
+        return merged.without(gone)
+
+    def _delete_doomed(self) -> None:
+        for path, remove_files in self._doomed:
+            folder = self.folder(path)
+            self._background.start(
+                f"remove {path}", lambda at=folder, remove=remove_files: remove(at)
+            )
+        self._doomed = []
 
     def _notice_drops(self, ours: Record) -> None:
         """What a person ruled out in the file must leave every rank's gate."""
@@ -207,6 +218,12 @@ class RecordKeeper:
             before = ours.entry(entry.path)
             if before is not None and before.label is not entry.label:
                 self._dropped.append((entry.step, entry.path))
+
+
+def _visible(record: Record, gate: CheckpointGate) -> object:
+    """What a reader of the record would notice."""
+    slots = (gate.latest, gate.candidate, gate.verified, gate.uncertified, gate.doubts)
+    return replace(record, gate={}, updated=""), slots
 
 
 class Opened(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -38,6 +39,17 @@ class Chosen(NamedTuple):
     """What it answers."""
     num_checkpoints: int
     """Checkpoints in the record, trusted or not."""
+
+
+RemoveFiles = Callable[[pathlib.Path], None]
+"""Deletes a checkpoint's folder; called in a thread of rank 0."""
+
+
+class Purge(NamedTuple):
+    """Which checkpoints to remove: all but the protected and the newest others."""
+
+    keep_last: int
+    remove_files: RemoveFiles
 
 
 class Pending(NamedTuple):
