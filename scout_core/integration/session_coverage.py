@@ -58,10 +58,15 @@ class SessionCoverage:
 
     def gaps(self) -> tuple[str, ...]:
         """What keeps a checkpoint from being called verified, one sentence each."""
-        weak = [
-            f"ranks {list(group.ranks)}: {group.why}"
-            for group in (*self.groups, *self.state_groups)
-            if group.can != "attribute"
-        ]
+        groups = [g for g in (*self.groups, *self.state_groups) if g.can != "attribute"]
+        by_reason: dict[str, list[str]] = {}
+        for group in groups:
+            by_reason.setdefault(group.why, []).append(str(list(group.ranks)))
+        weak = [f"ranks {_few(members)}: {why}" for why, members in by_reason.items()]
         open_shapes = [f"{each.recipe}: {each.gap}" for each in self.experts if each.gap]
         return (*self.not_covered, *open_shapes, *weak)
+
+
+def _few(items: list[str], most: int = 3) -> str:
+    rest = len(items) - most
+    return ", ".join(items[:most]) + (f" and {rest} more groups" if rest > 0 else "")
