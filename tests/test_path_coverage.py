@@ -209,3 +209,36 @@ def test_random_routing_is_covered_in_full_once_its_queue_is_replayed(experts: i
         coverage.on_clean_replay(shape, step=39)
     assert coverage.shares.not_yet == 0
     assert coverage.shares.executed == 40 * 100 * experts
+
+
+def test_a_retired_representative_covers_nothing_any_more() -> None:
+    catalog = build_catalog(by_pair(shape) for shape in [(4, 4), (9, 2)])
+    coverage = PathCoverage(catalog, by_pair)
+    coverage.on_step(0, [(3, 3)])
+    coverage.retire((4, 4))
+    coverage.on_step(1, [(3, 3), (4, 4), (8, 2)])
+    assert coverage.shares == Shares(catalogue=6 + 10, exact=0, queued=6, skipped=8)
+    assert (4, 4) not in {shape for _ in range(3) for shape in coverage.plan(2)}
+
+
+def test_a_queued_vector_that_is_retired_is_skipped() -> None:
+    coverage = PathCoverage(None, exact_observation)
+    coverage.on_step(0, [(3,), (5,)])
+    coverage.start_cycle()
+    coverage.retire((3,))
+    coverage.on_clean_replay((5,), 1)
+    assert coverage.shares == Shares(0, 5, 0, 3)
+    assert coverage.cycle_done
+
+
+def test_a_postponed_representative_comes_last() -> None:
+    coverage = PathCoverage(build_catalog(map(exact_observation, [1, 2, 3])), exact_observation)
+    coverage.postpone(1)
+    coverage.postpone(7)  # not one of them
+    assert coverage.plan(3) == (2, 3, 1)
+
+
+def test_rows_that_nobody_knows_are_skipped() -> None:
+    coverage = PathCoverage(None, exact_observation)
+    coverage.skip(12)
+    assert coverage.shares.not_yet == 12

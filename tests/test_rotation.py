@@ -49,6 +49,13 @@ def test_a_check_times_a_repeated_layer_and_replays_one_other_recipe() -> None:
     ]
 
 
+def test_experts_have_a_turn_of_their_own_beside_hidden_layers() -> None:
+    rotation = Rotation(("hidden:A", "hidden:B", "expert:E", "optimizer"))
+    for check in range(4):
+        kinds = [(turn.recipe.split(":")[0], turn.timed) for turn in rotation.turns(check)]
+        assert kinds == [("hidden", True), ("expert", True), ("optimizer", False)]
+
+
 def test_without_repeated_layers_the_others_are_timed() -> None:
     assert [turn.timed for turn in Rotation(("embedding", "head")).turns(0)] == [True]
 

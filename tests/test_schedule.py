@@ -196,3 +196,15 @@ def test_settings_name_what_decides_the_schedule() -> None:
     ]
     assert len({gemm.settings for gemm in (base, *others)}) == 6
     assert np.unique([len(launch.rows) for launch in base.launches(1)]).tolist() == [1]
+
+
+@given(projections())
+def test_settings_can_be_read_back(case: tuple[GroupedGemm, tuple[int, ...]]) -> None:
+    gemm, _ = case
+    sizes = (gemm.in_features, gemm.out_features, gemm.experts, gemm.num_sms)
+    assert GroupedGemm.from_settings(*sizes, gemm.settings) == gemm
+
+
+def test_settings_of_other_kernels_are_refused() -> None:
+    with pytest.raises(ScoutError, match="schedule model"):
+        GroupedGemm.from_settings(1, 1, 1, 1, "one launch per expert")

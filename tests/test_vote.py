@@ -54,6 +54,29 @@ def test_nobody_having_a_call_is_an_absence_not_a_fault() -> None:
     assert ballot.dissent is None
 
 
+def test_a_peer_with_other_kernels_or_rows_is_not_comparable_and_named() -> None:
+    ready = {r: replace(READY, leaves=(LEAF,), rows=(8, 8), schedule="8 rows") for r in range(4)}
+    assert count(ready).enter
+    odd = replace(ready[2], schedule="8 rows by another library")
+    ballot = count({**ready, 2: odd})
+    assert not ballot.enter
+    assert ballot.dissent is not None
+    assert (ballot.dissent.reason, ballot.dissent.ranks) == ("WORK_DIFFERS", (2,))
+
+
+def test_experts_route_other_rows_on_every_rank_without_a_remark() -> None:
+    routed = {
+        r: replace(READY, leaves=(("float32", (r, 8), True, ()),), rows=(r, 1)) for r in range(3)
+    }
+    ballot = count(routed)
+    assert (ballot.enter, ballot.remark) == (True, "")
+
+
+def test_a_vote_with_rows_survives_the_wire() -> None:
+    vote = replace(READY, leaves=(LEAF,), rows=(3, 4), schedule="s")
+    assert Vote.from_wire(vote.to_wire()) == vote
+
+
 def test_an_argument_of_unknown_type_retires_the_recipe() -> None:
     odd = replace(READY, ready=False, why_not="type Opaque", fixable=False)
     assert count(votes(3, r1=odd)).retire == "type Opaque"

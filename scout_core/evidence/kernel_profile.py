@@ -21,6 +21,10 @@ from typing import Any, NamedTuple, Protocol
 from scout_core.decision.catalog import Observation, Shape
 from scout_core.decision.schedule import GroupedGemm
 
+NO_GEOMETRY = (
+    "torch.profiler sees no launch geometry, because no kernel ran on a GPU: the shape is "
+    "replayed itself"
+)
 _ALIGNMENTS = 256  # largest tile of rows that kernels use
 
 # Note [Alignment class]
@@ -101,16 +105,14 @@ class TorchProfiler:
         import torch
         from torch.profiler import ProfilerActivity, profile
 
+        if not torch.cuda.is_available():
+            return Unseen(NO_GEOMETRY)
         work = self._workload(shape)
         work()
-        activities = [ProfilerActivity.CPU]
-        if torch.cuda.is_available():
-            activities.append(ProfilerActivity.CUDA)
-            torch.cuda.synchronize()
-        with profile(activities=activities) as recorded:
+        torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
             work()
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
+            torch.cuda.synchronize()
         with tempfile.TemporaryDirectory() as folder:
             path = pathlib.Path(folder, "trace.json")
             recorded.export_chrome_trace(str(path))
@@ -126,10 +128,7 @@ def observation_of(shape: Shape, trace: Mapping[str, Any], num_sms: int) -> Obse
     """
     launches = launches_in(trace)
     if not launches:
-        return Unseen(
-            "torch.profiler sees no launch geometry, because no kernel ran on a GPU: the shape is "
-            "replayed itself"
-        )
+        return Unseen(NO_GEOMETRY)
     for launch in launches:
         if launch.programs % num_sms == 0:
             return Unseen(
