@@ -75,6 +75,8 @@ class Job:
     timeout_s: float = 90.0
     stop_when: str = ""
     """The job is ended when this file holds something: a job that hangs does not end by itself."""
+    hash_check: bool = False
+    """Let Megatron's own check of parameter hashes look at the end."""
     poison: tuple[int, int] | None = None
     """(rank, step) at which a gradient becomes infinite, so that the update is skipped."""
 
@@ -82,6 +84,19 @@ class Job:
     def ranks(self) -> int:
         """Number of processes."""
         return self.layout.ranks
+
+
+@dataclass(frozen=True)
+class PretrainJob:
+    """A job of megatron.training's own `pretrain`, through SCOUT's launcher."""
+
+    ranks: int
+    argv: tuple[str, ...]
+    """Of the script configs/megatron/pretrain_small.py."""
+    folder: str
+    faults: tuple[FaultAt, ...] = ()
+    timeout_s: float = 150.0
+    stop_when: str = ""
 
 
 @dataclass
@@ -110,6 +125,10 @@ class RankResult:
     """(layout, ranks) of every peer group."""
     armed: bool = True
     version: str = ""
+    hashes_agree: bool = True
+    """What Megatron's own check says of this rank."""
+    started_at: int = 0
+    """Iteration that training began at."""
 
 
 def result_path(folder: str, rank: int) -> pathlib.Path:
@@ -157,3 +176,25 @@ LAYOUTS = {
         sequence_parallel=True,
     ),
 }
+
+_SELECTIVE = {"recompute_granularity": "selective"}
+MODES = {
+    "full recompute": {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    },
+    "recompute attention": {**_SELECTIVE, "recompute_modules": ["core_attn"]},
+    "recompute norms and mlp": {**_SELECTIVE, "recompute_modules": ["layernorm", "mlp"]},
+    "fused weight gradients": {"gradient_accumulation_fusion": True},
+}
+"""Fields of TransformerConfig that change how a layer runs, not what it computes."""
+MOE_MODES = {
+    "recompute experts": {**_SELECTIVE, "recompute_modules": ["moe", "shared_experts"]},
+    "shared experts and expert bias": {
+        "moe_shared_expert_intermediate_size": 32,
+        "moe_router_enable_expert_bias": True,
+        "moe_router_score_function": "sigmoid",
+    },
+}
+"""The same for layers with experts."""

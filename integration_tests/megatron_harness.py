@@ -13,6 +13,7 @@ from integration_tests.megatron_cases import Job, RankResult, read_result
 from integration_tests.torchtitan_harness import ROOT, START_S, JobFailed, TitanServer, environment
 from integration_tests.torchtitan_job import Outcome
 
+SITE = ROOT / "integration_tests" / "megatron_site"
 UNPACKED = ROOT / ".cache" / "megatron" / "megatron-core-0.18.2"
 """What `make megatron-next` unpacks: a newer version than pip installs on Python 3.11."""
 
@@ -37,7 +38,7 @@ class MegatronServer(TitanServer):
         more = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "TORCHDYNAMO_DISABLE": "1"}
         command = [sys.executable, "-W", "ignore", "-m", "integration_tests.megatron_server"]
         if self._tree is not None:
-            more["PYTHONPATH"] = python_path(self._tree)
+            more["PYTHONPATH"] = python_path(SITE, self._tree)
         self._process = subprocess.Popen(
             command,
             cwd=ROOT,
@@ -61,6 +62,35 @@ class MegatronServer(TitanServer):
             late = f"late after {outcome.seconds:.0f} s; " if outcome.late else ""
             raise JobFailed(f"{late}exit codes {outcome.codes}\n{logs}")
         return Finished(job, outcome, [read_result(job.folder, r) for r in range(job.ranks)])
+
+
+CPU = (
+    *("--distributed-backend", "gloo", "--use-cpu-initialization", "--no-masked-softmax-fusion"),
+    *("--no-bias-gelu-fusion", "--no-bias-dropout-fusion", "--no-rope-fusion"),
+    *("--no-gradient-accumulation-fusion", "--no-persist-layer-norm"),
+    "--no-create-attention-mask-in-dataloader",
+)
+"""What megatron.training needs on a CPU."""
+
+
+def small_arguments(ranks: int | None = None) -> tuple[str, ...]:
+    """Arguments for a CPU; with a number of ranks, those of configs/megatron/small.sh before them.
+
+    Those of SCOUT are left to the test.
+    """
+    if ranks is None:
+        return CPU
+    text = (ROOT / "configs" / "megatron" / "small.sh").read_text()
+    command = text.partition("pretrain_small.py")[2].partition("--scout")[0]
+    return *command.replace("\\\n", " ").split(), "--global-batch-size", str(4 * ranks), *CPU
+
+
+def cpu_environment(**more: str) -> dict[str, str]:
+    """Variables for the newer Megatron on a CPU, in this process's children and theirs."""
+    threads = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "TORCHDYNAMO_DISABLE": "1"}
+    bin_first = os.pathsep.join([str(pathlib.Path(sys.executable).parent), os.environ["PATH"]])
+    path = {"PATH": bin_first, "PYTHONPATH": python_path(SITE, UNPACKED)}
+    return environment(**threads, **path, PYTHONWARNINGS="ignore", **more)
 
 
 def python_path(*first: pathlib.Path) -> str:

@@ -13,13 +13,14 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.utils import check_param_hashes_across_dp_replicas
 from scout_megatron import attach
 from scout_megatron.optimizers import parts_of
 from scout_megatron.replaying import auxiliary_losses
 from torch import nn
 
 from integration_tests import megatron_models as models
-from integration_tests.megatron_cases import Job, RankResult, result_path
+from integration_tests.megatron_cases import Job, PretrainJob, RankResult, result_path
 from scout_core.lab.injection import Target, inject
 from scout_core.lab.model import Text
 
@@ -27,9 +28,19 @@ MICROBATCHES = 2
 BATCH = 2
 
 
-def run_rank(job: Job, rank: int) -> None:
+def run_rank(job: Job | PretrainJob, rank: int) -> None:
     """Run the job's rank to its end and leave its result."""
     torch.set_num_threads(1)
+    if isinstance(job, PretrainJob):
+        from integration_tests import megatron_pretrain
+
+        megatron_pretrain.run(job, rank)
+    else:
+        run_loop(job, rank)
+
+
+def run_loop(job: Job, rank: int) -> None:
+    """Train by megatron-core alone."""
     dist.init_process_group("nccl")
     chunks, optimizer, config = models.build(job)
     result = RankResult(version=megatron.core.__version__)
@@ -42,6 +53,8 @@ def run_rank(job: Job, rank: int) -> None:
             if fault.rank == rank and fault.step == step:
                 inject(fault, target(chunks, optimizer, session, job.inside))
         train_step(job, chunks, optimizer, config, data, step, result)
+    if job.hash_check:
+        result.hashes_agree = check_param_hashes_across_dp_replicas(chunks)
     take_home(chunks, optimizer, session, result)
     result_path(job.folder, rank).write_bytes(pickle.dumps(result))
     dist.barrier()
@@ -109,7 +122,9 @@ def target(chunks: list[Any], optimizer: Any, session: Any, inside: str) -> Targ
     checker = getattr(session, "_checker", None)
     framework = getattr(checker, "_framework", None)
     exchange = getattr(session, "_exchange", None)
-    return Target(parts, parts_of(optimizer)[0].optimizer, framework, exchange)
+    run_dir = None if session is None else session._run_dir.path
+    inner = parts_of(optimizer)[0].optimizer
+    return Target(parts, inner, framework, exchange, run_dir=run_dir)
 
 
 def take_home(chunks: list[Any], optimizer: Any, session: Any, result: RankResult) -> None:

@@ -7,6 +7,7 @@ one. Reads pickled jobs from stdin, writes pickled outcomes to stdout.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import pickle
 import sys
@@ -21,6 +22,8 @@ def serve(requests: BinaryIO, answers: BinaryIO) -> None:
     megatron_shim.install()
     from integration_tests.megatron_rank import run_rank
 
+    if importlib.util.find_spec("megatron.training") is not None:
+        importlib.import_module("integration_tests.megatron_pretrain")
     pickle.dump("ready", answers)
     answers.flush()
     while True:

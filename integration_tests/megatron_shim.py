@@ -28,6 +28,7 @@ _FACTORIES = (
     *("arange", "as_tensor", "empty", "empty_like", "full", "full_like", "linspace", "ones"),
     *("ones_like", "rand", "randint", "randn", "tensor", "zeros", "zeros_like"),
 )
+_KERNELS = "fused_weight_gradient_mlp_cuda"  # of Apex: adds a weight gradient to where it belongs
 _installed = False
 
 
@@ -50,6 +51,7 @@ def install() -> None:
     _gather_unequal_parts()
     if not hasattr(typing, "override"):  # 0.18 is meant for Python 3.12
         typing.override = typing_extensions.override
+    sys.modules[_KERNELS] = _weight_gradient_kernels()
     sys.meta_path.insert(0, _Finder())
 
 
@@ -278,6 +280,15 @@ def _gather_unequal_parts() -> None:
         return None
 
     _set(dist, all_gather=all_gather, reduce_scatter=reduce_scatter)
+
+
+def _weight_gradient_kernels() -> types.ModuleType:
+    def accumulate(given: torch.Tensor, grad: torch.Tensor, total: torch.Tensor) -> None:
+        total += grad.t() @ given
+
+    module = types.ModuleType(_KERNELS)
+    _set(module, wgrad_gemm_accum_fp32=accumulate, wgrad_gemm_accum_fp16=accumulate)
+    return module
 
 
 class _Anything(types.ModuleType):

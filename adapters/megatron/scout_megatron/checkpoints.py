@@ -16,9 +16,9 @@ from typing import Any
 
 from megatron.training.checkpointing import get_checkpoint_name
 
-from scout_core.decision.labels import Failure, Label
-from scout_core.errors import ScoutError
+from scout_core.decision.labels import Choice, Failure, Label
 from scout_core.integration.gate_service import GateService
+from scout_core.integration.restoring import no_trusted_checkpoint, restore
 from scout_core.integration.session import Session, print_line
 
 _NOT_TAKEN = (Label.CONDEMNED, Label.REFUSED)
@@ -73,15 +73,35 @@ class CheckpointGate:
         Raises:
             ScoutError: there are checkpoints, and none can be trusted.
         """
-        wanted = self._args.ckpt_step
-        if wanted is None and self._loads_what_it_saves():
-            self._args.ckpt_step = self._chosen_step()
-        result = original(*args, **kwargs)
-        self._args.ckpt_step = wanted
-        iteration = int(result[0])
-        self._service.resumed(iteration or None, self._folder(iteration) if iteration else None)
-        self._session.resume_at(iteration)
+        result = None
+        if self._args.ckpt_step is None and self._loads_what_it_saves():
+            result = self._load_chosen(lambda: original(*args, **kwargs))
+        if result is None:
+            result = original(*args, **kwargs)
+            step = int(result[0])
+            self._service.resumed(step or None, self._folder(step) if step else None)
+        self._session.resume_at(int(result[0]))
         return result
+
+    def _load_chosen(self, load: Callable[[], Any]) -> Any:
+        """Load the gate's choice; None where it knows of no checkpoint."""
+        loaded: list[Any] = []
+
+        def take(choice: Choice) -> None:
+            self._say(f"starting from the {choice.choice} checkpoint {choice.path}")
+            self._args.ckpt_step = choice.step
+            loaded.append(load())
+            self._args.ckpt_step = None
+
+        accept = self._args.scout_accept_uncertified
+        chosen = restore(self._service, take, accept_uncertified=accept)
+        if chosen.num_checkpoints and not loaded:
+            way_out = (
+                "say what happened with SCOUT_FAILURE=..., answer for uncertified ones with "
+                "--scout-accept-uncertified, or name one: --ckpt-step"
+            )
+            raise no_trusted_checkpoint(self._service, chosen, way_out)
+        return loaded[-1] if loaded else None
 
     def keeps(self, folder: str, iteration: int) -> bool:
         """Tell whether this checkpoint must not be deleted; called on rank 0."""
@@ -102,21 +122,6 @@ class CheckpointGate:
         load, save = self._args.load, self._args.save
         same = load is not None and pathlib.Path(load).absolute() == pathlib.Path(save).absolute()
         return same and not self._args.finetune
-
-    def _chosen_step(self) -> int | None:
-        """Return the iteration to load; None where the gate knows of no checkpoint."""
-        chosen = self._service.choose(accept_uncertified=self._args.scout_accept_uncertified)
-        if chosen.choice.step is not None:
-            self._say(f"starting from the {chosen.choice.choice} checkpoint {chosen.choice.path}")
-            return chosen.choice.step
-        if not chosen.num_checkpoints:
-            return None
-        raise ScoutError(
-            f"none of {chosen.num_checkpoints} checkpoints in --load {self._args.load} can be "
-            f"trusted after failure={chosen.failure.value!r}: {chosen.choice.why}; look at them "
-            f"with `scout ckpt list {self._args.load}`, say what happened with SCOUT_FAILURE=..., "
-            "answer for uncertified ones with --scout-accept-uncertified, or name one: --ckpt-step"
-        )
 
     def _say(self, text: str) -> None:
         if self._service.rank == 0:

@@ -50,11 +50,16 @@ def _of_model(model: type[BaseModel], above: tuple[str, ...]) -> Iterator[Option
 def add_scout_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the options to Megatron's parser, and let megatron.training obey them.
 
-    This is what `extra_args_provider` takes; adding them twice changes nothing.
+    This is what `extra_args_provider` takes.
     """
     from scout_megatron.training import watch
 
     watch()
+    return add_options(parser)
+
+
+def add_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the options; adding them twice changes nothing."""
     if parser.get_default("scout") is not None:
         return parser
     group = parser.add_argument_group("scout", "who is at fault, and which checkpoint to trust")

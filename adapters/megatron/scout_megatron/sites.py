@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+import megatron.core
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.ssm.mamba_layer import MambaLayer
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer
@@ -14,6 +15,7 @@ from megatron.core.transformer.transformer_layer import BaseTransformerLayer
 from torch import nn
 
 from scout_core.errors import ScoutError
+from scout_core.integration.expert_calls import ExpertKernels, PackedCalls
 from scout_core.integration.framework import Role, Site
 from scout_core.integration.models import Patterns, path_class
 
@@ -84,11 +86,12 @@ def _of_chunk(model: nn.Module, patterns: Patterns) -> Iterator[Site]:
     layers = _layers(named, patterns.layers)
     embedding = _picked(named, patterns.embedding, LanguageModelEmbedding, None)
     head = _picked(named, patterns.head, nn.Module, HEAD)
-    chosen = {**dict.fromkeys(layers, "hidden"), **dict.fromkeys(embedding, "embedding")}
-    roles: dict[str, Role] = {**chosen, **dict.fromkeys(head, "head")}  # type: ignore[dict-item]
-    left_out = {n for n in _defaults(named) if n not in roles}
+    roles: dict[str, Role] = dict.fromkeys(layers, "hidden")
+    roles |= dict.fromkeys(embedding, "embedding")
+    roles |= dict.fromkeys(head, "head")
+    left_out = {n for n in _defaults(named) if n not in roles and not _is_above(n, roles)}
     for name, module in named.items():
-        if any(name.startswith(f"{above}.") for above in (*roles, *left_out)):
+        if any(_is_above(above, [name]) for above in (*roles, *left_out)):
             continue
         if name in roles:
             yield from _with_experts(name, module, roles[name])
@@ -96,9 +99,34 @@ def _of_chunk(model: nn.Module, patterns: Patterns) -> Iterator[Site]:
             yield Site(name, module, "other", path_class(module, "other"))
 
 
+def kernels_of(experts: Any) -> ExpertKernels:
+    """Say who computes the experts of a layer on this rank.
+
+    Args:
+        experts: a `SequentialMLP`, `GroupedMLP` or `TEGroupedMLP`.
+    """
+    config, kind = experts.config, type(experts)
+    activation = getattr(config.activation_func, "__name__", repr(config.activation_func))
+    gated = "gated" if config.gated_linear_unit else "plain"
+    return ExpertKernels(
+        library=f"{kind.__module__.partition('.')[0]} {kind.__name__}",
+        version=megatron.core.__version__,
+        settings=f"{gated} {activation}, bias {config.add_bias_linear}",
+        dtype=str(config.params_dtype).removeprefix("torch."),
+        in_features=config.hidden_size,
+        out_features=config.moe_ffn_hidden_size,
+        num_experts=experts.num_local_experts,
+        grouped="Grouped" in kind.__name__,
+    )
+
+
 def _defaults(named: Named) -> list[str]:
     """Embedding and head by structure: a pattern of "" leaves them out, with all they hold."""
     return [n for n, m in named.items() if n == HEAD or isinstance(m, LanguageModelEmbedding)]
+
+
+def _is_above(name: str, others: Iterable[str]) -> bool:
+    return any(other.startswith(f"{name}.") for other in others)
 
 
 def _layers(named: Named, pattern: str | None) -> list[str]:
@@ -107,7 +135,7 @@ def _layers(named: Named, pattern: str | None) -> list[str]:
         if pattern is None
         else _matching(named, "layers", pattern)
     )
-    return [name for name in found if not any(name.startswith(f"{n}.") for n in found)]
+    return [name for name in found if not any(_is_above(other, [name]) for other in found)]
 
 
 def _picked(
@@ -140,6 +168,7 @@ def _with_experts(name: str, module: nn.Module, role: Role) -> Iterator[Site]:
     }
     for below, experts in inside.items():
         kind = path_class(experts, "expert")
-        yield Site(f"{name}.{below}", experts, "expert", kind, "expert")
+        calls = PackedCalls(experts, kernels_of(experts), per_row=("permuted_probs",))
+        yield Site(f"{name}.{below}", experts, "expert", kind, "expert", experts=calls)
     apart = tuple(f"{below}." for below in inside)
     yield Site(name, module, role, path_class(module, role), apart=apart)

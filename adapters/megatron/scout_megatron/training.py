@@ -71,9 +71,9 @@ def _wrap(module: ModuleType, name: str, around: Callable[..., Any]) -> None:
 
 
 def _with_options(original: Callable[..., Any], parser: Any, *args: Any, **kwargs: Any) -> Any:
-    from scout_megatron.options import add_scout_args
+    from scout_megatron.options import add_options
 
-    return add_scout_args(original(parser, *args, **kwargs))
+    return add_options(original(parser, *args, **kwargs))
 
 
 def _attached(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -1,0 +1,60 @@
+"""What each rank of a pretrain job does: megatron.training's own `pretrain`, watched or broken."""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import pickle
+from typing import Any
+
+import torch.distributed as dist
+from megatron.training import get_args, training
+from megatron.training.arguments import parse_args
+from scout_megatron.__main__ import main
+from scout_megatron.training import _running
+
+from integration_tests.megatron_cases import PretrainJob, RankResult, result_path
+from integration_tests.megatron_rank import take_home, target
+from scout_core.lab.injection import inject
+
+SCRIPT = pathlib.Path(__file__).parent.parent / "configs" / "megatron" / "pretrain_small.py"
+_NORM = 5  # place in what `train_step` returns, megatron.training 0.17 - 0.19
+
+assert parse_args is not None  # imported in the fork server, so that ranks need not
+
+
+def run(job: PretrainJob, rank: int) -> None:
+    """Run the script to its end and leave the result."""
+    result = RankResult()
+    made: list[Any] = []
+    _watch_steps(job, rank, result, made)
+    main([str(SCRIPT), *job.argv])
+    session = _running[0].session if _running else None
+    take_home(made[0], made[1], session, result)
+    result_path(job.folder, rank).write_bytes(pickle.dumps(result))
+    dist.barrier()
+
+
+def _watch_steps(job: PretrainJob, rank: int, result: RankResult, made: list[Any]) -> None:
+    original = training.train_step
+
+    def train_step(*args: Any, **kwargs: Any) -> Any:
+        model, optimizer = args[2:4]
+        iteration = _iteration(get_args())
+        if not made:
+            made.extend([model, optimizer])
+            result.started_at = iteration
+        session = _running[0].session if _running else None
+        for fault in job.faults:
+            if fault.rank == rank and fault.step == iteration:
+                inject(fault, target(model, optimizer, session, ""))
+        out = original(*args, **kwargs)
+        result.losses += [str([float(part).hex() for part in v.view(-1)]) for v in out[0].values()]
+        result.norms.append(float(out[_NORM]).hex())
+        return out
+
+    training.train_step = train_step
+
+
+def _iteration(args: argparse.Namespace) -> int:
+    return int(args.curr_iteration)
