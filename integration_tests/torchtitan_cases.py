@@ -92,3 +92,10 @@ def draw_straggler(layout: Layout, seed: int, step: int = 2) -> Break:
     """Draw the rank whose layers all take longer from a step on."""
     rng = random.Random(seed)
     return Break(FaultAt("straggler", rng.randrange(layout.ranks), step, percent=250.0))
+
+
+def draw_hang(layout: Layout, seed: int, step: int = 2) -> Break:
+    """Draw the rank and the layer in which it stands still."""
+    rng = random.Random(seed)
+    rank, layer = rng.randrange(layout.ranks), rng.randrange(layout.layers)
+    return Break(FaultAt("hang", rank, step, layer=layer))

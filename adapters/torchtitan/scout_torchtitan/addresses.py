@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-
-from torchtitan.distributed import ParallelDims
+from typing import TYPE_CHECKING
 
 from scout_core.decision.topology import Coordinate, Topology
 from scout_core.errors import ScoutError
+
+if TYPE_CHECKING:
+    from torchtitan.distributed import ParallelDims
 
 
 def topology_of(dims: ParallelDims) -> Topology:

@@ -38,18 +38,26 @@ def dataclass_of(model: type[BaseModel], extra: list[tuple[str, Any, Any]]) -> t
     return dataclasses.make_dataclass(model.__name__, fields)
 
 
+OWN = {
+    "enable": (bool, False, "Attach SCOUT to this job."),
+    "run_dir": (str, "", "Folder of incidents and events; empty: <job.dump_folder>/scout/<time>."),
+    "accept_uncertified": (
+        bool,
+        False,
+        "After a corruption, start from a checkpoint that passed two clean cycles although some "
+        "state has no replica to be compared with (every layout without dp_replicate).",
+    ),
+}
+"""Fields that only this adapter has: type, default, help."""
+
 Scout: type[Any] = dataclass_of(
     ScoutConfig,
     [
-        ("enable", Annotated[bool, tyro.conf.arg(help="Attach SCOUT to this job.")], False),
-        (
-            "run_dir",
-            Annotated[str, tyro.conf.arg(help="Folder of incidents and events; '' picks one.")],
-            "",
-        ),
+        (name, Annotated[kind, tyro.conf.arg(help=text)], default)
+        for name, (kind, default, text) in OWN.items()
     ],
 )
-"""What `[scout]` holds: `enable`, `run_dir`, and the fields of `ScoutConfig`."""
+"""What `[scout]` holds: the fields of `OWN` and those of `ScoutConfig`."""
 
 
 def config_of(settings: Any) -> ScoutConfig:
@@ -62,5 +70,5 @@ def config_of(settings: Any) -> ScoutConfig:
         ScoutError: a value that is not allowed.
     """
     values = dataclasses.asdict(settings)
-    own = {name: value for name, value in values.items() if name in ScoutConfig.model_fields}
-    return ScoutConfig.parse(own, PLACE)
+    shared = {name: value for name, value in values.items() if name not in OWN}
+    return ScoutConfig.parse(shared, PLACE)
