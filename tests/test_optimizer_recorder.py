@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from scout_core.evidence.optimizer_replay import OptimizerRecorder
+from scout_core.evidence.optimizer_replay import OptimizerRecorder, updated
 
 
 def test_a_recorder_that_is_followed_by_other_hooks_of_the_optimizer_does_not_disturb_them() -> (
@@ -22,3 +22,24 @@ def test_a_recorder_that_is_followed_by_other_hooks_of_the_optimizer_does_not_di
     recorder.close()
     assert len(calls) == 2
     assert recorder.arguments is not None
+
+
+class Scaled(torch.optim.SGD):
+    """An optimizer that keeps something of its own beside state and hyper-parameters."""
+
+    def __init__(self, params: list[nn.Parameter]) -> None:
+        super().__init__(params, lr=0.1)
+        self.kernel = torch.mul
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data = self.kernel(parameter.data, parameter.grad)
+
+
+def test_the_replayed_update_has_all_that_the_optimizer_has() -> None:
+    optimizer = Scaled([nn.Parameter(torch.ones(2))])
+    call = {"parameter": torch.ones(2), "grad": torch.full((2,), 3.0), "state": {}, "hyper": {}}
+    (after,) = updated(optimizer, call)
+    assert after.tolist() == [3.0, 3.0]
+    assert optimizer.param_groups[0]["params"][0].tolist() == [1.0, 1.0]

@@ -7,7 +7,6 @@ their update.
 
 from __future__ import annotations
 
-import copy
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -105,7 +104,8 @@ def updated(optimizer: torch.optim.Optimizer, call: dict[str, Any]) -> Sequence[
     """
     parameter = nn.Parameter(call["parameter"])
     parameter.grad = call["grad"]
-    twin = copy.copy(optimizer)
+    twin = object.__new__(type(optimizer))  # copy.copy would drop what a fused kernel needs
+    vars(twin).update(vars(optimizer))
     twin.param_groups = [{**call["hyper"], "params": [parameter]}]
     twin.state = defaultdict(dict, {parameter: call["state"]} if call["state"] else {})
     _bare_step(type(optimizer))(twin)
