@@ -84,6 +84,19 @@ LAYOUTS = {
 }
 
 
+_OFFLOAD = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+VARIANTS = {
+    "zero0": Layout("zero1.json", 3, overrides={"zero_optimization": {"stage": 0}}),
+    "zero3 offload": Layout(
+        "zero3.json",
+        3,
+        overrides={"zero_optimization": _OFFLOAD, "zero_force_ds_cpu_optimizer": False},
+    ),
+    "zero3 autotp": Layout("autotp.json", 6, overrides={"zero_optimization": {"stage": 3}}),
+}
+"""Further layouts in which training must not change."""
+
+
 def run(rank: int, body: str, *args: Any) -> Any:
     """Call a function of `integration_tests.deepspeed_jobs`; for `run_ranks`."""
     importlib.import_module("integration_tests.deepspeed_server")  # decides what is compiled

@@ -288,5 +288,16 @@ def load_by_the_gate(
     return pathlib.Path(path).parent.name, loaded, steps, engine.scout.step_count, clean
 
 
+def save_and_end(rank: int, layout: Layout, options: Options) -> tuple[str | None, str | None]:
+    """Save once, long before a proof, and end as planned; what `latest` names before and after."""
+    engine = build(layout, config_of(layout, options.scout, options.run_dir), options)
+    folder = pathlib.Path(options.run_dir) / "checkpoints"
+    step_once(layout, engine, batches(layout, engine, options.seed))
+    engine.save_checkpoint(str(folder))
+    before = _read(folder / "latest")
+    engine.destroy()
+    return before, _read(folder / "latest")
+
+
 def _read(path: pathlib.Path) -> str | None:
     return path.read_text() if path.exists() else None

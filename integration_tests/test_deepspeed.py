@@ -19,6 +19,7 @@ from integration_tests.deepspeed_cases import (
     EVERYTHING,
     LAYOUTS,
     SCOUT,
+    VARIANTS,
     Layout,
     Options,
     Result,
@@ -64,9 +65,9 @@ def named(incidents: Sequence[Incident], kind: Kind) -> set[int]:
     return {rank for i in incidents if i.kind is kind for rank in i.culprit_ranks}
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", {**LAYOUTS, **VARIANTS})
 def test_scout_changes_no_bit_of_training(name: str, tmp_path: pathlib.Path) -> None:
-    layout = LAYOUTS[name]
+    layout = {**LAYOUTS, **VARIANTS}[name]
     scout = {**EVERYTHING, "kappa": 1e6}
     off = on_ranks(layout, Options())
     on = on_ranks(layout, Options(scout, run_dir=str(tmp_path)))
@@ -264,6 +265,17 @@ def test_latest_names_only_proven_checkpoints_and_a_restart_loads_them(
     step = int(proven.removeprefix("global_step"))
     for job, told in zip(jobs, run_ranks(layout.ranks, run, *body, timeout_s=120), strict=True):
         assert told == (proven, job["held"][proven], step, step + 2, True)
+
+
+def test_a_planned_end_names_the_newest_checkpoint_that_nothing_speaks_against(
+    tmp_path: pathlib.Path,
+) -> None:
+    layout, options = replace(LAYOUTS["zero3"], ranks=3), Options(QUIET, run_dir=str(tmp_path))
+    ended = run_ranks(3, run, "save_and_end", layout, options, timeout_s=60)
+    assert ended[0] == (None, "global_step1")
+    body = ("load_by_the_gate", layout, options, "")  # the record knows of the planned end
+    for name, _, steps, after, clean in run_ranks(3, run, *body, timeout_s=60):
+        assert (name, steps, after, clean) == ("global_step1", 1, 3, True)
 
 
 SCRIPT = pathlib.Path(__file__).with_name("deepspeed_script.py")
