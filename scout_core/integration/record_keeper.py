@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pathlib
 import socket
 from collections.abc import Callable, Iterable, Sequence
@@ -149,7 +150,7 @@ class RecordKeeper:
             folder = self.folder(path)
             self._background.start(
                 f"write the manifest of {path}",
-                lambda: folder.exists() and manifest.write_manifest(folder, entry),
+                functools.partial(_write_manifest, folder, entry),
             )
 
     def abandon(self, newer_than: int) -> None:
@@ -207,9 +208,7 @@ class RecordKeeper:
     def _delete_doomed(self) -> None:
         for path, remove_files in self._doomed:
             folder = self.folder(path)
-            self._background.start(
-                f"remove {path}", lambda at=folder, remove=remove_files: remove(at)
-            )
+            self._background.start(f"remove {path}", functools.partial(remove_files, folder))
         self._doomed = []
 
     def _notice_drops(self, ours: Record) -> None:
@@ -260,3 +259,8 @@ def open_record(store: TrustStore, agreement: Agreement, job: Job, emit: Emit) -
     machines_gone = not set(former.hosts) <= set(hosts)
     keeper = RecordKeeper(store, record, emit) if agreement.rank == 0 else None
     return Opened(record, keeper, machines_gone)
+
+
+def _write_manifest(folder: pathlib.Path, entry: Entry) -> None:
+    if folder.exists():  # not purged meanwhile
+        manifest.write_manifest(folder, entry)
