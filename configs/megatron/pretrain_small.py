@@ -65,7 +65,9 @@ def model(
 def forward_step(batches: Iterator[dict[str, torch.Tensor]], stage: nn.Module) -> Any:
     """Output of one micro-batch, and the function that makes a loss of it."""
     batch = next(batches)
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
+    device = (
+        torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
+    )
     tokens, labels = (batch[name].to(device) for name in ("tokens", "labels"))
     length = tokens.shape[1]
     positions = torch.arange(length, device=device).expand_as(tokens)
