@@ -31,7 +31,8 @@ class Layout:
     expert: int = 1
     expert_tensor: int | None = None
     sequence_parallel: bool = False
-    bf16: bool = False
+    half: str = ""
+    """"bf16", "fp16", or "" for float32 throughout."""
     distributed_optimizer: bool = False
     instances: int = 1
     overlap: bool = False
@@ -77,8 +78,8 @@ class Job:
     """The job is ended when this file holds something: a job that hangs does not end by itself."""
     hash_check: bool = False
     """Let Megatron's own check of parameter hashes look at the end."""
-    poison: tuple[int, int] | None = None
-    """(rank, step) at which a gradient becomes infinite, so that the update is skipped."""
+    overflow: int | None = None
+    """Step in which a gradient becomes infinite on all ranks, so that the update is skipped."""
 
     @property
     def ranks(self) -> int:
@@ -158,10 +159,10 @@ LAYOUTS = {
     "dp3_cp2": Layout(6, _strided(6, 2), context=2),
     "dist_opt": Layout(4, ((0, 1, 2, 3),), distributed_optimizer=True),
     "overlap": Layout(
-        4, ((0, 1, 2, 3),), distributed_optimizer=True, overlap=True, bf16=True, layers=3
+        4, ((0, 1, 2, 3),), distributed_optimizer=True, overlap=True, half="bf16", layers=3
     ),
-    "instances": Layout(4, ((0, 1, 2, 3),), distributed_optimizer=True, instances=2, bf16=True),
-    "bf16": Layout(4, ((0, 1, 2, 3),), bf16=True),
+    "instances": Layout(4, ((0, 1, 2, 3),), distributed_optimizer=True, instances=2, half="bf16"),
+    "bf16": Layout(4, ((0, 1, 2, 3),), half="bf16"),
     "moe_ep2": Layout(
         8, (tuple(range(8)),), _strided(8, 2), expert=2, experts=4, distributed_optimizer=True
     ),
@@ -185,7 +186,11 @@ MODES = {
         "recompute_num_layers": 1,
     },
     "recompute attention": {**_SELECTIVE, "recompute_modules": ["core_attn"]},
-    "recompute norms and mlp": {**_SELECTIVE, "recompute_modules": ["layernorm", "mlp"]},
+    "recompute mlp": {
+        **_SELECTIVE,
+        "recompute_modules": ["mlp"],
+        "add_bias_linear": False,  # 0.16.1 recurses for ever with a bias
+    },
     "fused weight gradients": {"gradient_accumulation_fusion": True},
 }
 """Fields of TransformerConfig that change how a layer runs, not what it computes."""

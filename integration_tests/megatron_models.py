@@ -30,6 +30,7 @@ from integration_tests.megatron_cases import Job, Layout
 
 CONTEXT = 16
 VOCABULARY = 256
+DTYPES = {"": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def build(job: Job) -> tuple[list[nn.Module], Any, TransformerConfig]:
@@ -61,7 +62,7 @@ def build(job: Job) -> tuple[list[nn.Module], Any, TransformerConfig]:
 
 def config_of(layout: Layout, width: int) -> TransformerConfig:
     """Translate a layout into Megatron's configuration."""
-    dtype = torch.bfloat16 if layout.bf16 else torch.float32
+    dtype = DTYPES[layout.half]
     experts = {
         "num_moe_experts": layout.experts,
         "moe_router_topk": 2,
@@ -86,7 +87,8 @@ def config_of(layout: Layout, width: int) -> TransformerConfig:
         "sequence_parallel": layout.sequence_parallel,
         "pipeline_dtype": dtype,
         "params_dtype": dtype,
-        "bf16": layout.bf16,
+        "bf16": layout.half == "bf16",
+        "fp16": layout.half == "fp16",
         "hidden_dropout": layout.dropout,
         "attention_dropout": 0.0 if layout.context > 1 else layout.dropout,
         "gradient_accumulation_fusion": False,
@@ -103,7 +105,8 @@ def _optimizer_config(layout: Layout, config: TransformerConfig) -> OptimizerCon
         "lr": 1e-3,
         "weight_decay": 0.01,
         "clip_grad": 1.0,
-        "bf16": layout.bf16,
+        "bf16": layout.half == "bf16",
+        "fp16": layout.half == "fp16",
         "params_dtype": config.params_dtype,
         "use_distributed_optimizer": layout.distributed_optimizer,
         "overlap_param_gather": layout.overlap,
@@ -113,13 +116,13 @@ def _optimizer_config(layout: Layout, config: TransformerConfig) -> OptimizerCon
 
 def _wrapped(config: TransformerConfig, layout: Layout, index: int) -> Any:
     model: nn.Module = _gpt(config, layout, index)
-    if layout.bf16:
+    if layout.half:
         model = Float16Module(config, model)
     ddp = DistributedDataParallelConfig(
         use_distributed_optimizer=layout.distributed_optimizer,
         overlap_grad_reduce=layout.overlap,
         overlap_param_gather=layout.overlap,
-        grad_reduce_in_fp32=layout.bf16,
+        grad_reduce_in_fp32=bool(layout.half),
         num_distributed_optimizer_instances=layout.instances,
         bucket_size=4000 if layout.overlap else None,
         check_for_nan_in_grad=False,

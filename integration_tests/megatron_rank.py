@@ -21,6 +21,7 @@ from torch import nn
 
 from integration_tests import megatron_models as models
 from integration_tests.megatron_cases import Job, PretrainJob, RankResult, result_path
+from integration_tests.moe_frameworks import experts_of
 from scout_core.lab.injection import Target, inject
 from scout_core.lab.model import Text
 
@@ -82,7 +83,7 @@ def train_step(
         micro_batch_size=BATCH,
         forward_only=False,
     )
-    if job.poison is not None and job.poison == (dist.get_rank(), step):
+    if job.overflow == step:
         next(chunks[0].parameters()).main_grad.fill_(float("inf"))
     _, norm, _ = optimizer.step()
     result.losses += [float(report["loss"]).hex() for report in reports]
@@ -124,7 +125,8 @@ def target(chunks: list[Any], optimizer: Any, session: Any, inside: str) -> Targ
     exchange = getattr(session, "_exchange", None)
     run_dir = None if session is None else session._run_dir.path
     inner = parts_of(optimizer)[0].optimizer
-    return Target(parts, inner, framework, exchange, run_dir=run_dir)
+    experts = experts_of(session)
+    return Target(parts, inner, framework, exchange, run_dir=run_dir, experts=experts)
 
 
 def take_home(chunks: list[Any], optimizer: Any, session: Any, result: RankResult) -> None:

@@ -247,11 +247,10 @@ def test_a_rank_that_stands_still_is_named_and_the_others_are_victims(
 def test_a_skipped_update_counts_as_a_step_and_accuses_nobody(
     servers: Servers, draw: random.Random, tmp_path: pathlib.Path
 ) -> None:
-    layout = replace(LAYOUTS["bf16"], optimizer={"fp16": True, "bf16": False, "loss_scale": 1.0})
-    layout = replace(layout, bf16=False, config={"fp16": True, "params_dtype": None})
-    poison = draw.randrange(layout.ranks), draw.randrange(1, 3)
-    off = servers[INSTALLED].run(Job(layout, f"{tmp_path}/off", poison=poison))
-    on = servers[INSTALLED].run(Job(layout, f"{tmp_path}/on", QUIET, poison=poison))
+    layout = replace(LAYOUTS["dp4"], half="fp16", optimizer={"loss_scale": 1.0})
+    step = draw.randrange(1, 3)
+    off = servers[INSTALLED].run(Job(layout, f"{tmp_path}/off", overflow=step))
+    on = servers[INSTALLED].run(Job(layout, f"{tmp_path}/on", QUIET, overflow=step))
     assert_unchanged(off, on)
     assert [result.skipped for result in on.ranks] == [1] * layout.ranks
 
