@@ -77,7 +77,7 @@ def run(job: Job, seed: int) -> Run:
     slow = dict.fromkeys(job.groups_of(gpu, "dspt"), SLOW_GPU)
     slow |= dict.fromkeys(job.groups_of(nic, ACROSS), SLOW_NIC)
     communication = CommunicationRule(job.topology)
-    compute = [StragglerRule() for _ in job.peers]
+    compute = [StragglerRule(groups=len(job.peers)) for _ in job.peers]
     named: set[tuple[str, int | None]] = set()
     slowest = 0.0
     for number in range(CLEAN_CHECKS + SLOW_CHECKS):
@@ -108,12 +108,14 @@ def main() -> None:
     arguments, _ = parser.parse_known_args()
     job = Job()
     runs = [run(job, seed) for seed in range(arguments.runs)]
+    wrong = [seed for seed, outcome in enumerate(runs) if not outcome.right or outcome.false]
     figures: dict[str, Any] = {
         "ranks": job.topology.world_size,
         "groups": len(job.groups),
         "runs": len(runs),
         "both_named": sum(r.right for r in runs),
         "false_findings": sum(r.false for r in runs),
+        "seeds_that_went_wrong": wrong,
         "decide_cpu_s_median": round(float(np.median([r.decide_s for r in runs])), 3),
         "decide_cpu_s_worst": round(max(r.decide_s for r in runs), 3),
     }
@@ -121,7 +123,7 @@ def main() -> None:
         print(json.dumps({"scale": figures}))
         return
     for name, value in figures.items():
-        print(f"{name:>20}: {value:,}")
+        print(f"{name:>21}: {value if isinstance(value, list) else format(value, ',')}")
 
 
 if __name__ == "__main__":

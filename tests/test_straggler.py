@@ -260,6 +260,15 @@ def test_a_sensitivity_that_is_not_positive_is_refused(kappa: float) -> None:
         StragglerRule(kappa)
 
 
+def test_a_job_of_many_groups_needs_more_to_accuse_somebody() -> None:
+    checks = healthy(np.random.default_rng(2), 64, 8, 0.03)
+    checks += [[1.0] * 5 + [1.1] + [1.0] * 2] * WINDOW
+    assert verdicts(checks, StragglerRule())[-1].outliers == {5}
+    assert verdicts(checks, StragglerRule(groups=4096))[-1].outliers == set()
+    with pytest.raises(ScoutError, match="groups=0 of StragglerRule"):
+        StragglerRule(groups=0)
+
+
 def test_a_negative_floor_is_refused() -> None:
     with pytest.raises(ScoutError, match="relative_floor=-1"):
         StragglerRule(relative_floor=-1)

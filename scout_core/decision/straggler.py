@@ -61,6 +61,7 @@ class StragglerRule:
         *,
         relative_floor: float = 0.05,
         absolute_floor_s: float = 50e-6,
+        groups: int = 1,
     ) -> None:
         """Set the sensitivity.
 
@@ -70,9 +71,11 @@ class StragglerRule:
                 peers, where a rare freak is no longer rare.
             relative_floor: a rank less than this fraction slower than the others is not slow.
             absolute_floor_s: nor is one that loses less than this many seconds.
+            groups: peer groups of the job that are judged at the same time. The threshold grows
+                with them, so that a large job does not accuse somebody more often than a small one.
 
         Raises:
-            ScoutError: kappa is not positive, or a floor is negative or not finite.
+            ScoutError: kappa is not positive, a floor is negative or not finite, or groups < 1.
         """
         if not (kappa > 0 and math.isfinite(kappa)):
             raise ScoutError(
@@ -85,7 +88,10 @@ class StragglerRule:
         ):
             if not is_healthy_duration(value):
                 raise ScoutError(f"{name}={value} of StragglerRule must be a finite number >= 0")
+        if groups < 1:
+            raise ScoutError(f"groups={groups} of StragglerRule must be at least 1")
         self.kappa = kappa
+        self.groups = groups
         self.relative_floor = relative_floor
         self.absolute_floor_s = absolute_floor_s
         self._recipes: dict[str, _Recipe] = {}
@@ -158,14 +164,14 @@ class StragglerRule:
 
     @classmethod
     def from_state(
-        cls, state: Mapping[str, Any], kappa: float = 5.0, **floors: float
+        cls, state: Mapping[str, Any], kappa: float = 5.0, *, groups: int = 1
     ) -> StragglerRule:
         """Continue from what `state` returned; sensitivity is given anew.
 
         Raises:
             ScoutError: not such a state.
         """
-        rule = cls(kappa, **floors)
+        rule = cls(kappa, groups=groups)
         if state.get("schema") != STATE_SCHEMA:
             raise ScoutError(
                 f"straggler state has schema {state.get('schema')!r}, not {STATE_SCHEMA!r}; "
@@ -187,7 +193,7 @@ class StragglerRule:
         noise = noise_of(memory.history, ranks)
         window = matrix_of(memory.window, ranks)
         losing = times - np.exp(np.log(times) - check.z) > self.absolute_floor_s
-        kappa = self.kappa + _caution(len(ranks))
+        kappa = self._threshold(len(ranks))
         slow = self._persistent(window, noise, kappa) & losing
         single = max(kappa * noise.scale, math.log1p(self.relative_floor))
         suspects = (check.z > single) & losing & ~slow
@@ -205,6 +211,15 @@ class StragglerRule:
             return _inconclusive(_too_fast(check, fast))
         return Verdict(Status.AGREE)
 
+    def _threshold(self, peers: int) -> float:
+        """Scales above which a rank is slow, by how many ranks are judged at once."""
+        kappa = self.kappa + (1.0 if peers <= SMALL else 0.0)
+        if peers > LARGE:
+            kappa += 0.5 * math.log2(peers / LARGE)
+        # The largest of n normal values grows like this; it keeps the job's false alarms at those
+        # of one group.
+        return math.sqrt(kappa**2 + 2 * math.log(self.groups))
+
     def _persistent(self, window: Array, noise: Noise, kappa: float) -> Array:
         """(N,) True where the winsorised mean of the (checks, N) window is above the threshold."""
         threshold = max(kappa * noise.of_mean, math.log1p(self.relative_floor))
@@ -213,13 +228,6 @@ class StragglerRule:
             scatter = window_scale((window - noise.offsets)[:, ~slow], noise.scale)
             slow = _above(window, max(kappa * scatter / math.sqrt(WINDOW), threshold))
         return slow
-
-
-def _caution(peers: int) -> float:
-    """Scales by which the threshold is raised for very small and very large groups."""
-    if peers <= SMALL:
-        return 1.0
-    return 0.5 * math.log2(peers / LARGE) if peers > LARGE else 0.0
 
 
 def log_ratio_to_others(times: Array) -> Array:
