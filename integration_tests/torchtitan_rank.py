@@ -12,6 +12,7 @@ import torch
 import torchtitan.train
 from torchtitan.config import ConfigManager
 
+from integration_tests.moe_frameworks import experts_of
 from integration_tests.torchtitan_job import Break, Job, RankResult, result_path
 from scout_core.evidence.folding import signature_of
 from scout_core.lab.injection import Target, inject
@@ -73,7 +74,8 @@ def _break(trainer: Any, what: Break) -> None:
         inside = layers[what.fault.layer].get_submodule(what.part)
         inject(replace(what.fault, layer=0), Target([inside], optimizer))
     else:
-        inject(what.fault, Target(layers, optimizer))
+        experts = experts_of(getattr(trainer, "scout", None))
+        inject(what.fault, Target(layers, optimizer, experts=experts))
 
 
 def _take_home(trainer: Any, result: RankResult) -> None:

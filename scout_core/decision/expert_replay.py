@@ -53,7 +53,7 @@ class Planned(NamedTuple):
     recipe: str
     rows: Rows | None  # None: those of the sampled call
     shape: Shape | None
-    timed: bool
+    completes: bool  # it is all that its recipe needs; False for one of the executed rows
 
 
 class Cycle(NamedTuple):
@@ -201,9 +201,9 @@ class ExpertReplays:
         return tuple(shape for shape in found if shape not in self._retired)
 
     def _planned(self, shape: Shape) -> Planned:
-        timed = shape in self._representatives
-        recipe = self._recipe_of(shape) if timed else self.executed_recipe
-        return Planned(recipe, self._launches.rows(shape), shape, timed)
+        completes = shape in self._representatives
+        recipe = self._recipe_of(shape) if completes else self.executed_recipe
+        return Planned(recipe, self._launches.rows(shape), shape, completes)
 
     def _recipe_of(self, shape: Shape) -> str:
         return f"{self._name} {name_of(shape)} rows"

@@ -1,9 +1,10 @@
 """Which recipes a check replays: a fixed rotation, the same on every rank without a message.
 
 A recipe is one path class ("hidden:Block", "expert:Experts", "embedding", ..., "optimizer"). Every
-check replays one hidden layer and one expert stage, whose times are compared, and one other recipe.
-A cycle has replayed every recipe. Inside a recipe the sites take turns, one after the other; what
-an expert stage replays in its turn is in `decision.expert_replay`.
+check replays one hidden layer, one expert stage and one other recipe. Hidden layers are timed at
+every check; expert stages, which take less time and so tell less, at every second one. A cycle has
+replayed every recipe. Inside a recipe the sites take turns, one after the other; what an expert
+stage replays in its turn is in `decision.expert_replay`.
 """
 
 from __future__ import annotations
@@ -73,7 +74,8 @@ class Rotation:
         """
         turns = []
         repeated = bool(self.hidden or self.experts)
-        sorts = ((self.hidden, True), (self.experts, True), (self.others, not repeated))
+        experts_timed = not self.hidden or check % 2 == 0
+        sorts = ((self.hidden, True), (self.experts, experts_timed), (self.others, not repeated))
         for names, timed in sorts:
             if names:
                 round_, position = divmod(check, len(names))

@@ -260,13 +260,14 @@ class Checker:
                 return  # retired by a replay just now
             if isinstance(subject, ExpertSubject):
                 subject.rows = planned.rows
-            each = Turn(planned.recipe, turn.round * slots + number, planned.timed, turn.recipe)
+            round_, timed = turn.round * slots + number, turn.timed and planned.completes
+            each = Turn(planned.recipe, round_, timed, turn.recipe)
             told = self._replay(each, subject, step, audited if number == 0 else ())
             if told.retired:
                 self._experts.retire(turn.recipe, planned)
             clean = told.outcome in (Outcome.CLEAN, Outcome.STRAGGLER)
             self._experts.on_result(turn.recipe, planned, step, clean)
-            yield replace(told, completes=planned.timed)
+            yield replace(told, completes=planned.completes)
         ended = self._experts.end(turn.recipe, step)
         if ended.lost:
             yield Told(ended.recipe, Outcome.INCONCLUSIVE, retired=ended.lost)

@@ -156,13 +156,12 @@ class ExpertSubject(ModuleSubject):
         """Planned rows must be equal on all peers; captured ones differ, and the source's count."""
         if capture.arguments.unknown:
             return super()._vote(base, capture)
-        kernels = repr(self._calls.kernels)
-        if self.rows is None:
-            rows = captured_rows(self._calls, capture.arguments)
-            return replace(super()._vote(base, capture), rows=rows, schedule=kernels)
-        self._held = resized(self._calls, capture.arguments, self.rows)
+        planned = "" if self.rows is None else f"{list(self.rows)} rows by "
+        rows = self.rows or captured_rows(self._calls, capture.arguments)
+        # Captured rows too: what lies beyond them is padding, which kernels may leave undefined.
+        self._held = resized(self._calls, capture.arguments, rows)
         vote = _vote_of(base, self._held, str(capture.modes))
-        return replace(vote, rows=self.rows, schedule=f"{list(self.rows)} rows by {kernels}")
+        return replace(vote, rows=rows, schedule=f"{planned}{self._calls.kernels!r}")
 
 
 class OptimizerSubject:

@@ -24,6 +24,7 @@ from scout_core.integration.models import Patterns, find_sites, path_class
 from scout_core.integration.wrapping import wrap_method
 from scout_deepspeed import zero3
 from scout_deepspeed.addresses import gather_places, place_of, topology_of
+from scout_deepspeed.expert_calls import calls_of
 from scout_deepspeed.masters import master_pairs, owned_masters
 
 _TRACKED = "tracked."  # prefix of DeepSpeed's own generators, for model-parallel dropout
@@ -148,7 +149,8 @@ def _with_experts(site: Site) -> Iterator[Site]:
     yield replace(site, apart=tuple(f"{name}." for name in experts))
     for name, module in experts.items():
         kind = path_class(module, "expert", zero3.whole_shape)
-        yield Site(f"{site.name}.{name}", module, "expert", kind, "expert")
+        calls = calls_of(module, site.module)
+        yield Site(f"{site.name}.{name}", module, "expert", kind, "expert", experts=calls)
 
 
 def _expert_modules(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:

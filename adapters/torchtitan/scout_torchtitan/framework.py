@@ -11,10 +11,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torchtitan.components.optimizer import OptimizersContainer, OptimizersInBackwardContainer
+from torchtitan.models.moe import utils as moe_utils
 from torchtitan.models.moe.moe import GroupedExperts
 
 from scout_core.decision.topology import Topology
 from scout_core.evidence.capture import Undo
+from scout_core.evidence.environment import (
+    TORCH_GROUPED_KERNEL,
+    TORCH_KERNEL,
+    TORCH_SETTINGS,
+    kernel_version,
+)
+from scout_core.integration.expert_calls import ExpertKernels, PackedCalls
+from scout_core.integration.expert_sites import with_experts
 from scout_core.integration.framework import Site, StateUnit, after_each_step
 from scout_core.integration.fsdp2 import ShardedByFSDP2, state_units
 from scout_core.integration.models import (
@@ -55,10 +64,9 @@ class TorchTitan(ShardedByFSDP2):
         self._missing: list[str] = []
         for part in trainer.model_parts:
             sites, missing = find_sites(part, _for_part(patterns, part, self._dims.pp > 1))
-            experts = [*_expert_sites(part)] if self._dims.ep > 1 else []
-            apart = {site.module for site in experts}
-            self._sites += experts
-            self._sites += [replace(site, apart=_names(site.module, apart)) for site in sites]
+            dtype = trainer.job_config.training.mixed_precision_param
+            experts = [*_expert_sites(part, self._dims.ep, dtype)] if self._dims.ep > 1 else []
+            self._sites += with_experts(sites, experts)
             self._missing += missing
 
     def topology(self) -> Topology:
@@ -99,17 +107,35 @@ def _for_part(patterns: Patterns, part: nn.Module, stage: bool) -> Patterns:
     return replace(patterns, layers=layers, stage=stage)
 
 
-def _expert_sites(part: nn.Module) -> Iterator[Site]:
-    """Yield the experts of each MoE layer: what a rank computes between dispatch and combine.
-
-    The output of a whole MoE layer mixes the work of all ranks of its expert group; this names one.
-    """
+def _expert_sites(part: nn.Module, degree: int, dtype: str) -> Iterator[Site]:
+    """Yield the experts of each MoE layer: what a rank computes between dispatch and combine."""
     for name, module in part.named_modules():
         if isinstance(module, GroupedExperts) and unwrapped(module) is module:
+            calls = PackedCalls(module, kernels_of(module, degree, dtype))
             kind = path_class(module, "expert")
-            yield Site(plain_name(name), module, "expert", kind, "expert")
+            yield Site(plain_name(name), module, "expert", kind, "expert", experts=calls)
 
 
-def _names(module: nn.Module, inside: set[nn.Module]) -> tuple[str, ...]:
-    """Prefixes, in `module`, of the parameters of the modules that lie inside of it."""
-    return tuple(f"{name}." for name, child in module.named_modules() if child in inside)
+def kernels_of(experts: GroupedExperts, degree: int, dtype: str) -> ExpertKernels:
+    """Say who computes the experts of a layer on this rank.
+
+    Args:
+        degree: ranks that the experts are split over.
+        dtype: of the gathered parameters.
+    """
+    _, hidden, width = experts.w1.shape
+    grouped = experts.use_grouped_mm
+    library = TORCH_GROUPED_KERNEL if grouped else TORCH_KERNEL
+    version = kernel_version(library)
+    assert version is not None
+    return ExpertKernels(
+        library=library,
+        version=version,
+        settings="one launch for all experts" if grouped else TORCH_SETTINGS,
+        dtype="bfloat16" if grouped else dtype,  # the grouped kernel casts its operands
+        in_features=width,
+        out_features=hidden,
+        num_experts=experts.num_experts // degree,
+        grouped=grouped,
+        row_alignment=moe_utils.TOKEN_GROUP_ALIGN_SIZE_M,
+    )
