@@ -56,7 +56,8 @@ def calls_of(experts: nn.Module, layer: nn.Module) -> CapacityCalls | None:
     for module in layer.modules():
         if isinstance(module, MOELayer) and module.experts is experts:
             kernels = _kernels_of(experts, module.ep_size)
-            return kernels and CapacityCalls(kernels, not module.gate.drop_tokens)
+            vary = not module.gate.drop_tokens
+            return None if kernels is None else CapacityCalls(kernels, vary)
     return None
 
 
