@@ -21,6 +21,7 @@ from scout_core.decision.path_coverage import Observe, PathCoverage, Shares, agr
 Rows = tuple[int, ...]
 """Rows of each local expert, in their order."""
 EXECUTED = "executed rows"
+MOST_COMPARED = 64  # shapes that ranks ask for, of which one check picks its own
 
 
 @dataclass(frozen=True)
@@ -149,8 +150,12 @@ class ExpertReplays:
         for queue in queues:
             for position, shape in enumerate(queue):
                 place[shape] = min(place.get(shape, position), position)
-        agreed = [s for s in agree_queue(queues, self._observe) if s not in self._retired]
-        agreed.sort(key=lambda s: (self._failed.get(s, 0), place.get(s, 0), order(s)))
+
+        def turn(shape: Shape) -> tuple[int, int, tuple[int, ...]]:
+            return self._failed.get(shape, 0), place[shape], order(shape)
+
+        first = sorted(place.keys() - self._retired, key=turn)[:MOST_COMPARED]
+        agreed = sorted(agree_queue([first], self._observe), key=turn)
         planned = dict.fromkeys(self._coverage.plan(self._slots, agreed))
         if not planned:
             return (Planned(self.executed_recipe, None, None, False),)

@@ -10,7 +10,7 @@ at the replay. Work executed after it waits again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -106,13 +106,12 @@ class PathCoverage:
     @property
     def queue(self) -> tuple[Shape, ...]:
         """The vectors to replay, oldest first: the fewest whose replays cover all that wait."""
-        if not self._waiting:
-            return ()
-        found = build_catalog(each.observation for each in self._waiting.values())
-        oldest = {
-            shape: min(self._waiting[below].first_step for below in found.covered_by(shape))
-            for shape in found.representatives
-        }
+        alike: dict[Hashable, list[Shape]] = {}
+        for shape, each in self._waiting.items():
+            alike.setdefault(each.observation.fingerprint, []).append(shape)
+        oldest: dict[Shape, int] = {}
+        for shapes in alike.values():
+            oldest |= self._oldest_below(shapes)
         return tuple(sorted(oldest, key=lambda shape: (oldest[shape], order(shape))))
 
     @property
@@ -194,6 +193,16 @@ class PathCoverage:
         self._owed.discard(shape)
         waiting = self._waiting.pop(shape, None)
         self._skipped_work += waiting.work if waiting else 0
+
+    def _oldest_below(self, shapes: Sequence[Shape]) -> dict[Shape, int]:
+        """Return the representatives of waiting vectors of one fingerprint, and since when."""
+        if len(shapes) == 1:
+            return {shapes[0]: self._waiting[shapes[0]].first_step}
+        found = build_catalog(self._waiting[shape].observation for shape in shapes)
+        return {
+            shape: min(self._waiting[below].first_step for below in found.covered_by(shape))
+            for shape in found.representatives
+        }
 
     def _is_covered(self, shape: Shape) -> bool:
         if self._catalog is None:
