@@ -68,10 +68,10 @@ def test_the_part_of_an_expert_is_a_view_of_its_rows() -> None:
 @pytest.mark.parametrize(
     ("parallelism", "ranks", "fault", "what"),
     [
-        ("ddp", 4, "sdc:rows=32", "needs experts"),
-        ("moe", 6, "sdc:rows=33", "multiples of 32"),
-        ("moe", 6, "sdc:rows=288", "use 32 to 256"),
-        ("moe", 7, "sdc:rows=32", "multiple of 2"),
+        ("ddp", 4, "sdc:rows=64", "needs experts"),
+        ("moe", 6, "sdc:rows=65", "multiples of 64"),
+        ("moe", 6, "sdc:rows=576", "use 64 to 512"),
+        ("moe", 7, "sdc:rows=64", "multiple of 2"),
     ],
 )
 def test_a_fault_that_never_acts_is_refused(

@@ -31,9 +31,9 @@ class MoEConfig:
     """Of one layer, over all ranks of an expert group."""
     factor: int = 2
     """Width of an expert's hidden layer, in widths of the model."""
-    alignment: int = 32
+    alignment: int = 64
     """Rows of each expert are padded to multiples of this."""
-    most_rows: int = 256
+    most_rows: int = 512
     """Largest row count of the drill's catalogue."""
 
 
