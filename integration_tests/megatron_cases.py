@@ -89,12 +89,14 @@ class Job:
 
 @dataclass(frozen=True)
 class PretrainJob:
-    """A job of megatron.training's own `pretrain`, through SCOUT's launcher."""
+    """A job of megatron.training's own `pretrain`."""
 
     ranks: int
     argv: tuple[str, ...]
     """Of the script configs/megatron/pretrain_small.py."""
     folder: str
+    launched: bool = True
+    """By `python -m scout_megatron`; otherwise the script passes `add_scout_args` on."""
     faults: tuple[FaultAt, ...] = ()
     timeout_s: float = 150.0
     stop_when: str = ""

@@ -5,11 +5,14 @@ from __future__ import annotations
 import argparse
 import pathlib
 import pickle
+import runpy
+import sys
 from typing import Any
 
 import torch.distributed as dist
 from megatron.training import get_args, training
 from megatron.training.arguments import parse_args
+from scout_megatron import add_scout_args
 from scout_megatron.__main__ import main
 from scout_megatron.training import _running
 
@@ -28,7 +31,11 @@ def run(job: PretrainJob, rank: int) -> None:
     result = RankResult()
     made: list[Any] = []
     _watch_steps(job, rank, result, made)
-    main([str(SCRIPT), *job.argv])
+    if job.launched:
+        main([str(SCRIPT), *job.argv])
+    else:
+        sys.argv = [str(SCRIPT), *job.argv]
+        runpy.run_path(str(SCRIPT))["main"](add_scout_args)
     session = _running[0].session if _running else None
     take_home(made[0], made[1], session, result)
     result_path(job.folder, rank).write_bytes(pickle.dumps(result))

@@ -273,6 +273,19 @@ def test_real_pretrain_with_the_switch_is_the_same_training(
     assert len(on.ranks[0].losses) == 5
 
 
+def test_a_script_may_pass_the_options_on_itself_and_sees_the_counters(
+    servers: Servers, draw: random.Random, tmp_path: pathlib.Path
+) -> None:
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    fault = FaultAt("sdc", draw.randrange(3), step=1, layer=draw.randrange(4), seed=2)
+    more = ("--train-iters", "7", "--tensorboard-dir", f"{tmp_path}/board")
+    job = pretrain(tmp_path, *more, launched=False, faults=(fault,))
+    assert named(servers[NEXT].run(job).ranks[0].incidents, Kind.SDC) == {fault.rank}
+    written = reader.EventAccumulator(f"{tmp_path}/board").Reload()
+    assert [event.value for event in written.Scalars("scout/checks")] == [1, 2, 3, 4, 5, 6, 7]
+    assert written.Scalars("scout/incidents/sdc")[-1].step == 7
+
+
 def test_saves_are_gated_and_a_restart_begins_before_the_corruption(
     servers: Servers, draw: random.Random, tmp_path: pathlib.Path
 ) -> None:

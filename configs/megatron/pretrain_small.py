@@ -82,17 +82,20 @@ def loss_of(per_token: torch.Tensor) -> Any:
     return total, count, {"lm loss": torch.stack([total.detach(), count.float()])}
 
 
-def main() -> None:
+def main(extra_args_provider: Any = None) -> None:
     """Call `pretrain` as the installed version wants it."""
-    defaults = {"tokenizer_type": "NullTokenizer"}
+    parsing = {
+        "extra_args_provider": extra_args_provider,
+        "args_defaults": {"tokenizer_type": "NullTokenizer"},
+    }
     names = {"model_type": ModelType.encoder_or_decoder, "forward_step_func": forward_step}
     try:
         from megatron.training.argument_utils import pretrain_cfg_container_from_args
         from megatron.training.arguments import parse_and_validate_args
     except ImportError:  # before 0.18 `pretrain` parses the arguments
-        pretrain(data_sets, model, **names, args_defaults=defaults)
+        pretrain(data_sets, model, **names, **parsing)
     else:
-        args = parse_and_validate_args(args_defaults=defaults)
+        args = parse_and_validate_args(**parsing)
         config = pretrain_cfg_container_from_args(args)
         pretrain(config, data_sets, model_provider=model, **names)
 
