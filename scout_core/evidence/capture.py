@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -132,8 +133,9 @@ def before_calls(module: nn.Module, hook: Callable[[nn.Module, Any, Any], None])
 def take_apart(args: Any, kwargs: Any) -> Arguments:
     """Copy the tensors of a call and describe the rest.
 
-    Dicts, lists, tuples, named tuples and dataclasses are entered; enums, dtypes, sizes and device
-    types are part of the skeleton; a value of any other type makes the call not comparable.
+    Dicts, lists, tuples, named tuples, dataclasses, FlexAttention's masks and what functions close
+    over are entered; enums, dtypes, sizes and device types are part of the skeleton; a value of any
+    other type makes the call not comparable.
     """
     walk = _Walk()
     build = walk.enter((args, kwargs))
@@ -214,7 +216,11 @@ class _Walk:
         if type(value) in (list, tuple):
             return self._sequence(type(value).__name__, list(value), type(value))
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            return self._dataclass(value)
+            return self._object(value, [field.name for field in dataclasses.fields(value)])
+        if _is_block_mask(value):
+            return self._object(value, list(vars(value)))
+        if isinstance(value, types.FunctionType):
+            return self._function(value)
         return self._fixed(value)
 
     def _tensor(self, value: torch.Tensor) -> _Build:
@@ -233,8 +239,7 @@ class _Walk:
         self.skeleton.append(")")
         return lambda tensors, constants: make([part(tensors, constants) for part in parts])
 
-    def _dataclass(self, value: Any) -> _Build:
-        names = [field.name for field in dataclasses.fields(value)]
+    def _object(self, value: Any, names: list[str]) -> _Build:
         parts = self._sequence(
             type(value).__qualname__, [getattr(value, name) for name in names], list
         )
@@ -247,6 +252,27 @@ class _Walk:
 
         return make
 
+    def _function(self, function: types.FunctionType) -> _Build:
+        """Enter what a function closes over: masks of attention are functions of local data.
+
+        Functions of one definition are the same kind of value, so the copy has the same code.
+        """
+        code, inside = (
+            function.__code__,
+            [cell.cell_contents for cell in function.__closure__ or ()],
+        )
+        place = f"{function.__module__}.{function.__qualname__}:{code.co_firstlineno}"
+        parts = self._sequence(place, inside, list)
+
+        def make(tensors: Any, constants: Any) -> Any:
+            cells = tuple(types.CellType(part) for part in parts(tensors, constants))
+            scope, defaults = function.__globals__, function.__defaults__
+            twin = types.FunctionType(code, scope, function.__name__, defaults, cells)
+            twin.__kwdefaults__ = function.__kwdefaults__
+            return twin
+
+        return make
+
     def _fixed(self, value: Any) -> _Build:
         if isinstance(value, torch.device):
             self.skeleton.append(value.type)
@@ -255,3 +281,9 @@ class _Walk:
         else:
             self.unknown = self.unknown or type(value).__qualname__
         return lambda tensors, constants: value
+
+
+def _is_block_mask(value: Any) -> bool:
+    """Recognise FlexAttention's masks without importing it; checked with torch 2.10 - 2.13."""
+    kind = type(value)
+    return (kind.__module__, kind.__name__) == ("torch.nn.attention.flex_attention", "BlockMask")
