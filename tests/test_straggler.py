@@ -262,7 +262,7 @@ def test_a_sensitivity_that_is_not_positive_is_refused(kappa: float) -> None:
 
 def test_a_job_of_many_groups_needs_more_to_accuse_somebody() -> None:
     checks = healthy(np.random.default_rng(2), 64, 8, 0.03)
-    checks += [[1.0] * 5 + [1.1] + [1.0] * 2] * WINDOW
+    checks += [[1.0] * 5 + [1.12] + [1.0] * 2] * WINDOW
     assert verdicts(checks, StragglerRule())[-1].outliers == {5}
     assert verdicts(checks, StragglerRule(groups=4096))[-1].outliers == set()
     with pytest.raises(ScoutError, match="groups=0 of StragglerRule"):
