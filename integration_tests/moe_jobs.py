@@ -47,6 +47,8 @@ class Seen:
     """Per fault."""
     healthy: list[Incident] = field(default_factory=list)
     """Incidents before the first fault."""
+    executed: tuple[int, int] = (0, 0)
+    """Rows that the session accounts for, and rows that a hook of the job's own counted."""
 
 
 class Job:
@@ -59,6 +61,12 @@ class Job:
         )
         self.text = Text(MODEL.context)
         self.step = 0
+        self.counted: Counter[int] = Counter()
+        """Row counts of all experts on this rank, in training alone."""
+        for module, calls in self.target.experts:
+            module.register_forward_pre_hook(
+                lambda m, args, calls=calls: self.counted.update(rows_of(calls.counts(args, {})[0]))
+            )
         self.seen = Seen([self.session.coverage().line()])
 
     def steps(self, number: int) -> list[Incident]:
@@ -86,6 +94,8 @@ class Job:
     def end(self) -> Seen:
         """Close the session and return what was seen."""
         coverage = self.session.coverage()
+        shares = [each.shares for each in coverage.experts if each.shares is not None]
+        self.seen.executed = sum(each.executed for each in shares), sum(self.counted.elements())
         self.seen.lines.append(coverage.line())
         self.seen.recipes, self.seen.not_covered = coverage.recipes, coverage.not_covered
         self.session.close()
@@ -121,14 +131,9 @@ def each_rank_in_turn(rank: int, plan: DrillPlan, folder: str, faulty: list[int]
 def executed_rows(rank: int, plan: DrillPlan, folder: str, faulty: int, experts: Any) -> Seen:
     """Break a rank at the row count beyond the catalogue that it executes most often."""
     job = Job(rank, plan, folder, experts=experts)
-    counted: Counter[int] = Counter()
-    for module, calls in job.target.experts:
-        module.register_forward_pre_hook(
-            lambda m, args, calls=calls: counted.update(rows_of(calls.counts(args, {})[0]))
-        )
     job.seen.healthy = job.steps(4)
     known = plan.moe.most_rows
-    mine = [rows for rows, _ in counted.most_common() if rows > known] or [0]
+    mine = [rows for rows, _ in job.counted.most_common() if rows > known] or [0]
     told: list[Any] = [None] * plan.ranks
     dist.all_gather_object(told, mine[0])
     job.break_until_named(draw_fault(random.Random(plan.seed), faulty, told[faulty]), most=24)

@@ -85,6 +85,7 @@ def test_rows_that_the_catalogue_omits_are_replayed_themselves(tmp_path: pathlib
     for seen in results:
         assert seen.healthy == []
         assert_named(seen, 6)
+        assert seen.executed[0] == seen.executed[1] > 0
         assert " 0.00 % by exact replay" not in seen.lines[1]
 
 
@@ -150,6 +151,7 @@ def test_scout_changes_no_bit_of_a_job_with_experts(tmp_path: pathlib.Path) -> N
     for off, on, seen, incidents in run_ranks(6, off_and_on, plan, str(tmp_path), 6, timeout_s=170):
         assert on == off
         assert incidents == []
+        assert seen.executed[0] == seen.executed[1] > 0
         assert seen.not_covered == ()
 
 
