@@ -13,9 +13,11 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from scout_core import enable_resiliency
 from scout_core.config import CheckpointConfig
 from scout_core.decision import consensus
 from scout_core.decision.consensus import Status
+from scout_core.decision.incident import Kind
 from scout_core.decision.labels import Failure, Label, Outcome
 from scout_core.evidence.exchange import GroupExchange
 from scout_core.evidence.signature import signature_tree
@@ -24,7 +26,11 @@ from scout_core.integration.dcp_storage import DcpStorage
 from scout_core.integration.gate_service import GateService
 from scout_core.integration.restore_state import StateDict, TrainingState
 from scout_core.integration.saves import Job
-from scout_core.lab.faults import Magnitude, flip_bit
+from scout_core.lab.drill import train_step
+from scout_core.lab.faults import FaultAt, Magnitude, flip_bit
+from scout_core.lab.injection import Target, inject
+from scout_core.lab.model import GPT, GPTConfig, Text
+from scout_core.lab.parallel import Parallelism, parallelise
 
 RANKS = 4
 RECIPES = ("hidden", "optimizer")
@@ -173,3 +179,37 @@ def launch(rank: int, run: str, case: Case) -> Result | str:
         return trainer.run()
     except BaseException as error:  # noqa: BLE001 -- DCP's own derives from it
         return f"{type(error).__name__}: {error}"
+
+
+def watched(rank: int, run: str, steps: int, fault: FaultAt | None) -> Result:
+    """Train under a real session until the end, or until it reports a corruption."""
+    torch.manual_seed(0)
+    gpt = GPT(GPTConfig(layers=2, width=32, heads=2, context=16))
+    model, mesh = parallelise(gpt, Parallelism.DDP, RANKS, fixed_buckets=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    config = {
+        "interval_steps": 1,
+        "timing_repeats": 2,
+        "on_error": "raise",
+        "hang": {"enabled": False, "checkpoint_timeout_s": 60},
+        "communication": {"probe_interval_steps": 0},
+        "checkpoint": {"memory_dir": f"{run}/memory"},
+    }
+    session = enable_resiliency(model, optimizer, config, mesh=mesh, run_dir=run)
+    checkpoint = session.checkpoint(f"{run}/checkpoints")
+    step = resumed = session.restore(start_over=True)
+    text, labels, stopped = Text(16), [], ""
+    while step < steps and not stopped:
+        if fault is not None and (step, rank) == (fault.step, fault.rank):
+            inject(fault, Target(list(gpt.layers), optimizer))
+        train_step(model, optimizer, text.batch(0, rank, step, 4))
+        step += 1
+        stopped = next((i.kind.value for i in session.incidents() if i.kind is Kind.SDC), "")
+        state: StateDict = {"model": model.state_dict(), "optim": optimizer.state_dict()}
+        labels.append(checkpoint.save(step, state))
+    if not stopped:
+        checkpoint.close()
+    moments = [optimizer.state[parameter] for parameter in model.parameters()]
+    signature = str(signature_tree([dict(model.named_parameters()), moments]))
+    session.close()
+    return Result(resumed, stopped, step, signature, tuple(labels))

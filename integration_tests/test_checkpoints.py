@@ -5,9 +5,12 @@ Every case ends as a run that was never disturbed, bit for bit.
 
 from __future__ import annotations
 
+import os
 import pathlib
 import random
 import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,11 +18,13 @@ from typing import Any
 
 import pytest
 
-from integration_tests.checkpoint_jobs import RANKS, Case, Result, launch
+from integration_tests.checkpoint_jobs import RANKS, Case, Result, launch, watched
 from scout_core.decision.labels import Label
 from scout_core.integration.trust_record import TrustStore
+from scout_core.lab.faults import FaultAt, Surface
 from scout_core.testing import run_ranks
 
+STEPS = 18
 pytestmark = pytest.mark.timeout(240)
 
 
@@ -40,6 +45,13 @@ def undisturbed() -> str:
     """Signature of the final state of a run without faults."""
     with tempfile.TemporaryDirectory() as folder:
         return only(start(pathlib.Path(folder), Case())).state
+
+
+@pytest.fixture(scope="module")
+def undisturbed_session() -> str:
+    """The same under a real session."""
+    with tempfile.TemporaryDirectory() as folder:
+        return only(run_ranks(RANKS, watched, folder, STEPS, None, timeout_s=200.0)).state
 
 
 @pytest.fixture
@@ -76,6 +88,52 @@ def test_after_a_corruption_at_a_random_step_training_ends_as_if_nothing_had_hap
     again = only(start(run, Case(asynchronous=asynchronous)))
     assert again.resumed == last_verified(step - 1)
     assert again.state == undisturbed
+
+
+@pytest.mark.parametrize("surface", [Surface.OUTPUT, Surface.PARAMETER])
+def test_a_session_finds_the_corruption_and_the_restart_ends_as_if_nothing_had_happened(
+    run: pathlib.Path, undisturbed_session: str, surface: Surface
+) -> None:
+    fault = FaultAt(
+        "sdc",
+        random.randrange(RANKS),
+        random.randint(10, 12),
+        layer=random.randrange(2),
+        surface=surface,
+    )
+    broken = only(run_ranks(RANKS, watched, str(run), STEPS, fault, timeout_s=200.0))
+    assert broken.stopped == "sdc"
+    assert broken.labels[-1] is Label.CONDEMNED
+    again = only(run_ranks(RANKS, watched, str(run), STEPS, None, timeout_s=200.0))
+    assert 0 < again.resumed <= fault.step
+    assert again.state == undisturbed_session
+
+
+def test_torchrun_restarts_the_example_in_place_from_the_verified_checkpoint(
+    run: pathlib.Path,
+) -> None:
+    script = pathlib.Path(__file__).parent.parent / "configs" / "recovery" / "train_torchrun.py"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    torchrun += ["--nproc-per-node", str(RANKS), "--max-restarts", "2", str(script)]
+    environment = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    ends = {}
+    for name, corrupt in (("broken", f"{random.randrange(RANKS)}:44"), ("whole", "")):
+        command = [*torchrun, "--run-dir", str(run / name), "--steps", "60", "--corrupt", corrupt]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=150)
+        assert done.returncode == 0, done.stderr[-3000:]
+        starts = [line for line in done.stdout.splitlines() if "launch 1 goes on from" in line]
+        ends[name] = {
+            line.split("sum of parameters ")[1]
+            for line in done.stdout.splitlines()
+            if "done" in line
+        }
+        if corrupt:
+            assert len(starts) == RANKS
+            assert all(int(line.split()[-1]) in (32, 40) for line in starts)
+        else:
+            assert starts == []
+    assert ends["broken"] == ends["whole"]
+    assert len(ends["whole"]) == 1
 
 
 def test_after_a_straggler_training_goes_on_from_the_latest(

@@ -25,7 +25,7 @@ from scout_core.integration.dcp_storage import (
 )
 from scout_core.integration.gate_service import GateService
 from scout_core.integration.manifest import Share
-from scout_core.integration.places import copy_share, partial, shared_folder, try_files
+from scout_core.integration.places import copy_share, partial, release, shared_folder, try_files
 from scout_core.integration.record_keeper import Emit
 from scout_core.integration.restore_state import StateDict, TrainingState
 from scout_core.integration.restoring import no_trusted_checkpoint, restore
@@ -204,6 +204,8 @@ class GatedCheckpoint:
                 self.service.settle(self._purge)
         self.service.close()
         self._storage.close()
+        if planned and self._memory is not None and self.service.rank == 0:
+            release(self._memory)
 
     def _begin(self, step: int) -> tuple[Label, pathlib.Path | None]:
         """Agree on label and place; no place when the checkpoint must not be taken."""

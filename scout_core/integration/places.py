@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import shutil
@@ -16,6 +17,7 @@ from scout_core.integration.manifest import Share
 from scout_core.integration.record_keeper import Emit
 
 _MEMORY = pathlib.Path("/dev/shm")
+_PROBE = "probe"
 
 
 def partial(folder: pathlib.Path) -> pathlib.Path:
@@ -61,7 +63,7 @@ def shared_folder(service: GateService, wanted: str | None, emit: Emit) -> pathl
         return None
     root = pathlib.Path(wanted) if wanted else _MEMORY / f"scout-{os.getuid()}"
     folder = root / xxhash.xxh3_64_hexdigest(str(service.folder).encode())
-    probe = folder / "probe"
+    probe = folder / _PROBE
     mark = f"{time.time_ns()} {os.getpid()}"
     error = try_files(lambda: _leave(probe, mark)) if service.rank == 0 else ""
     parts = service.tell("memory made", {"mark": mark, "error": error})
@@ -73,6 +75,14 @@ def shared_folder(service: GateService, wanted: str | None, emit: Emit) -> pathl
         emit("memory_checkpoints_off", why=wrong)
         return None
     return folder
+
+
+def release(folder: pathlib.Path) -> None:
+    """Give the folder in memory back, unless something still lies in it."""
+    (folder / _PROBE).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # not empty: a pinned checkpoint, or another job's folder
+        folder.rmdir()
+        folder.parent.rmdir()
 
 
 def _leave(probe: pathlib.Path, mark: str) -> None:

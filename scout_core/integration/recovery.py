@@ -40,6 +40,9 @@ FAILURE_OF = {
 """What each kind of incident means for the choice of a checkpoint."""
 
 
+_STOPS = (Action.RESTART_IN_PLACE, Action.REPLACE_MACHINE)
+
+
 class Recovery(Protocol):
     """What a site does about incidents. Called on every rank with the same incident.
 
@@ -69,27 +72,41 @@ class Gate(Protocol):
         """Note why the job stops, for its next start, and say what will be chosen then."""
 
 
-def recover(recovery: Recovery, incident: Incident, gate: Gate) -> Incident:
-    """Let a recovery deal with one incident; called on every rank.
+def answer(recovery: Recovery, incident: Incident, gate: Gate) -> Incident:
+    """Let a recovery take note, and add the checkpoint to restart from; called on every rank.
 
-    Returns:
-        The incident with the checkpoint that was chosen.
+    When the incident asks for a restart, the gate notes why the job stops. Nothing is stopped yet:
+    report the incident, then `act`.
+    """
+    recovery.on_incident(incident)
+    failure = FAILURE_OF[incident.kind]
+    advice = gate.stop(failure) if incident.action in _STOPS else gate.advise(failure)
+    choice = recovery.choose_checkpoint(incident, advice)
+    chosen = CheckpointChoice(choice.choice, choice.step, choice.path or "")
+    return replace(incident, checkpoint=chosen)
+
+
+def act(recovery: Recovery, incident: Incident) -> None:
+    """Let a recovery do what an incident asks for; called on every rank.
 
     Raises:
         SystemExit: the recovery ends this process.
     """
-    recovery.on_incident(incident)
-    failure = FAILURE_OF[incident.kind]
-    stops = incident.action in (Action.RESTART_IN_PLACE, Action.REPLACE_MACHINE)
-    advice = gate.stop(failure) if stops else gate.advise(failure)
-    choice = recovery.choose_checkpoint(incident, advice)
-    chosen = CheckpointChoice(choice.choice, choice.step, choice.path or "")
-    incident = replace(incident, checkpoint=chosen)
     if incident.action is Action.RESTART_IN_PLACE:
         recovery.restart_in_place(incident)
     elif incident.action is Action.REPLACE_MACHINE:
         recovery.replace_machine(incident)
-    return incident
+
+
+def recover(recovery: Recovery, incident: Incident, gate: Gate) -> Incident:
+    """Answer an incident and act on it at once.
+
+    Raises:
+        SystemExit: the recovery ends this process.
+    """
+    answered = answer(recovery, incident, gate)
+    act(recovery, answered)
+    return answered
 
 
 class Commands(BaseModel):
