@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
 import json
@@ -175,7 +176,9 @@ def _corrupt_partial_sums(fault: FaultAt) -> None:
 def train_until_a_report(rank: int, layout: Layout, options: Options) -> None:
     """Train a job that will stop; every rank ends as soon as an incident has been written."""
     threading.Thread(target=_end_on_report, args=(options.run_dir,), daemon=True).start()
-    train(rank, layout, options)
+    with contextlib.suppress(RuntimeError):  # a peer has ended before
+        train(rank, layout, options)
+    threading.Event().wait()
 
 
 def _end_on_report(run_dir: str) -> None:

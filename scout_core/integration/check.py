@@ -174,13 +174,17 @@ class Check:
             result = self._settle(result, subject, poisoned)
         return result
 
-    def share(self, news: bytes) -> list[bytes]:
+    def share(self, news: bytes, is_news: bool) -> list[bytes]:
         """Let every rank of the job know every rank's news; costs one reduction when none has any.
+
+        Args:
+            news: empty on ranks that do not speak.
+            is_news: without it `news` is told only because somebody else has some.
 
         Returns:
             News in rank order; empty when there is none.
         """
-        if not any(self._everywhere(bool(news))):
+        if not any(self._everywhere(is_news)):
             return []
         everyone = tuple(range(self._exchange.world_size))
         return [part for part in self._exchange.all_gather(news, everyone) if part]

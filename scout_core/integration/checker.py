@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from scout_core.config import ScoutConfig
+from scout_core.decision import slow_partners
 from scout_core.decision.expert_replay import Planned
 from scout_core.decision.incident import Incident, Kind
 from scout_core.decision.labels import Outcome
@@ -89,6 +90,7 @@ class Checker:
         self._clock = clock
         self._watch = watch
         self._on_error = on_error
+        self._rows = facts.topology.rows
         self._rest = RestWatch(lambda: signed(framework.state_units()))
         self._experts = experts
         self._subjects: list[Subject] = []
@@ -290,7 +292,7 @@ class Checker:
             self._watch.clear()
         news = self._interpret(result, groups, layout)
         speaks = news.broken or self._exchange.rank == groups.work[0]
-        told = check.share(news.to_wire() if speaks and news else b"")
+        told = check.share(news.to_wire() if speaks else b"", bool(speaks and news))
         return self._told(result, [News.from_wire(part) for part in told], audited)
 
     def _interpret(self, result: Result, groups: WorkGroups, layout: LayoutName) -> News:
@@ -310,7 +312,9 @@ class Checker:
 
     def _told(self, result: Result, told: list[News], audited: tuple[LayoutName, ...]) -> Told:
         turn = result.turn
-        incidents = tuple(incident for news in told for incident in news.incidents)
+        factors = {rank: factor for news in told for rank, factor in news.factors.items()}
+        found = [incident for news in told for incident in news.incidents]
+        incidents = slow_partners.settle(found, factors, self._rows)
         retired = next((news.retire for news in told if news.retire), "")
         if retired and (not turn.of or any(news.of_class for news in told)):
             self.rotation = self.rotation.without(turn.path_class)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from scout_core.decision import narrate, qualification, replay_verdict
 from scout_core.decision.baseline import SlowdownRule
@@ -33,6 +33,8 @@ class News:
     remarks: tuple[str, ...] = ()
     broken: str = ""
     """An internal error: everybody switches SCOUT off."""
+    factors: Mapping[int, float] = field(default_factory=dict)
+    """How many times its peers' time each rank of the work group took; no news by itself."""
 
     def __bool__(self) -> bool:
         return bool(self.incidents or self.retire or self.remarks or self.broken)
@@ -44,15 +46,15 @@ class News:
     def to_wire(self) -> bytes:
         """Encode as JSON."""
         plain = [incident.to_json() for incident in self.incidents]
-        rest = [self.retire, self.of_class, self.remarks, self.broken]
+        rest = [self.retire, self.of_class, self.remarks, self.broken, [*self.factors.items()]]
         return json.dumps([plain, *rest]).encode()
 
     @classmethod
     def from_wire(cls, data: bytes) -> News:
         """Decode."""
-        plain, retire, of_class, remarks, broken = json.loads(data)
+        plain, retire, of_class, remarks, broken, factors = json.loads(data)
         incidents = tuple(map(Incident.from_json, plain))
-        return cls(incidents, retire, of_class, tuple(remarks), broken)
+        return cls(incidents, retire, of_class, tuple(remarks), broken, dict(factors))
 
 
 class Interpreter:
@@ -107,7 +109,8 @@ class Interpreter:
         incidents += self._new_differences(result, groups, known, scene)
         if result.turn.timed and not why:
             incidents += self._stragglers(result, groups, scene)
-        return News(tuple(incidents), why, remarks=self._remarks(result))
+        factors = self._factors(result, groups) if result.turn.timed else {}
+        return News(tuple(incidents), why, remarks=self._remarks(result), factors=factors)
 
     def _absence(self, result: Result) -> str:
         """Retire a recipe that no rank could replay several times in a row."""
@@ -130,7 +133,7 @@ class Interpreter:
             times = replay_verdict.durations(result.reports, peers)
             if len(times) < len(peers):
                 continue
-            recipe = f"{result.turn.recipe}|{result.shapes}|{peers[0]}"
+            recipe = _timed_recipe(result, peers)
             trend = self._trend.update(recipe, statistics.median(times.values()))
             if trend.slow:
                 incidents.append(
@@ -143,6 +146,13 @@ class Interpreter:
                 incidents.append(narrate.straggler(ranks, times, factors, self._compares, scene))
         return incidents
 
+    def _factors(self, result: Result, groups: WorkGroups) -> dict[int, float]:
+        """Collect what the rule says of all ranks, also of those that it does not name."""
+        factors: dict[int, float] = {}
+        for peers in groups.peers:
+            factors |= self._rule.slowdowns(_timed_recipe(result, peers))
+        return factors
+
     def _remarks(self, result: Result) -> tuple[str, ...]:
         remarks = [text for text in (result.ballot.remark, result.remark) if text]
         wild = [rank for rank, report in result.reports.items() if not report.finite]
@@ -151,6 +161,11 @@ class Interpreter:
         new = tuple(remark for remark in remarks if remark not in self._said)
         self._said |= set(new)
         return new
+
+
+def _timed_recipe(result: Result, peers: Sequence[int]) -> str:
+    """Name what the straggler rule compares: a recipe, on the same shapes, in one peer group."""
+    return f"{result.turn.recipe}|{result.shapes}|{peers[0]}"
 
 
 def _incident(repeated: Repeated, scene: Scene) -> Incident:
