@@ -41,8 +41,8 @@ class CheckpointGate:
     def save(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Take a save if it may be taken, and label it once it is complete."""
         call = inspect.signature(original).bind(*args, **kwargs)
-        if call.arguments.get("non_persistent_ckpt"):
-            return original(*args, **kwargs)
+        if call.arguments.get("non_persistent_ckpt") or not self._session.armed:
+            return original(*args, **kwargs)  # switched off, SCOUT proves and refuses nothing
         step, service = int(call.arguments["iteration"]), self._service
         if not service.has_resumed:
             service.resumed(None)

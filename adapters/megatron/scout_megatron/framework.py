@@ -165,7 +165,7 @@ class Megatron(FrameworkBase):
 
     def settle(self) -> None:
         """Gather the parameters that --overlap-param-gather leaves to the next forward pass."""
-        for chunk in self._overlapping:
+        for chunk in self._overlapping if self._unsettled else ():
             chunk.start_param_sync(force_sync=True)
         self._unsettled = False
 

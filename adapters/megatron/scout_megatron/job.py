@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import atexit
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -43,7 +42,6 @@ class TrainingJob:
         """None when the job saves nothing."""
         self._checks = self._skipped = 0
         self._framework.on_step_end(self._after_step)
-        atexit.register(self._at_exit)
 
     def watch_loader(self, loader: Iterable[Any]) -> None:
         """Publish when training waits for a batch of this loader."""
@@ -75,10 +73,6 @@ class TrainingJob:
                 tensorboard.add_scalar(name, value, iteration())
         if wandb is not None:
             wandb.log(named, iteration())
-
-    def _at_exit(self) -> None:
-        if dist.is_initialized():
-            self.session.close()
 
 
 def iteration() -> int:
