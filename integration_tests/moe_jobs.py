@@ -16,7 +16,7 @@ from scout_core.evidence.row_log import rows_of
 from scout_core.lab.drill import DrillPlan, start, train_step
 from scout_core.lab.faults import FaultAt, Magnitude, Surface
 from scout_core.lab.injection import inject
-from scout_core.lab.model import GPTConfig, Text
+from scout_core.lab.model import GPTConfig, Text, loss_of
 from scout_core.lab.moe import MoEConfig, moe_gpt
 from scout_core.lab.parallel import Parallelism, parallelise, plain_parameters
 
@@ -47,6 +47,8 @@ class Seen:
     """Per fault."""
     healthy: list[Incident] = field(default_factory=list)
     """Incidents before the first fault."""
+    sweeps: list[bool] = field(default_factory=list)
+    """Whether replaying the whole catalogue at once was clean."""
     executed: tuple[int, int] = (0, 0)
     """Rows that the session accounts for, and rows that a hook of the job's own counted."""
 
@@ -91,6 +93,15 @@ class Job:
         self.seen.checks.append(checks)
         self.seen.incidents.append(found)
 
+    def sweep(self, fault: FaultAt | None = None) -> None:
+        """Replay the whole catalogue at once, with a broken rank."""
+        broken = fault is not None and fault.rank == self.rank
+        undo = inject(fault, self.target) if fault is not None and broken else lambda: None
+        batch = self.text.batch(self.plan.seed, self.rank, self.step, 2)
+        clean = self.session.full_sweep(lambda: loss_of(self.model, *batch).backward())
+        undo()
+        self.seen.sweeps.append(clean)
+
     def end(self) -> Seen:
         """Close the session and return what was seen."""
         coverage = self.session.coverage()
@@ -125,6 +136,8 @@ def each_rank_in_turn(rank: int, plan: DrillPlan, folder: str, faulty: list[int]
     for each in faulty:
         rows = plan.moe.alignment * draw.randint(1, size)
         job.break_until_named(draw_fault(draw, each, rows), most=size)
+    job.sweep()
+    job.sweep(job.seen.faults[-1])
     return job.end()
 
 

@@ -70,6 +70,7 @@ def test_a_fault_at_one_row_count_of_any_rank_is_named_with_its_shape_in_one_cyc
         assert [fault.rank for fault in seen.faults] == faulty
         for number in range(8):
             assert_named(seen, 8, number)
+        assert seen.sweeps == [True, False]
     assert "8 representatives of 8 shapes" in results[0].lines[0]
     assert len([name for name in results[0].recipes if name.startswith("expert:")]) == 9
 
