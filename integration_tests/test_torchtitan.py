@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import pathlib
 import random
 from collections.abc import Iterator
@@ -11,22 +12,32 @@ from dataclasses import replace
 import pytest
 
 from integration_tests.torchtitan_assets import make_assets
-from integration_tests.torchtitan_cases import LAYOUTS, Layout, draw_sdc, draw_straggler
-from integration_tests.torchtitan_harness import Finished, TitanServer
+from integration_tests.torchtitan_cases import (
+    FIRST_WRONG_STEP,
+    FLOAT32,
+    LAYOUTS,
+    Layout,
+    draw_hang,
+    draw_sdc,
+    draw_straggler,
+)
+from integration_tests.torchtitan_harness import Finished, TitanServer, run_stock
 from integration_tests.torchtitan_job import Break, Job
 from scout_core.decision.consensus import Status
 from scout_core.decision.incident import Kind
 from scout_core.lab.faults import FaultAt
+from scout_core.report.events import INCIDENTS, RunDir
 
 INSTALLED = importlib.util.find_spec("torchtitan") is not None
 pytestmark = [
-    pytest.mark.timeout(240),
+    pytest.mark.timeout(300),
     pytest.mark.skipif(not INSTALLED, reason="torchtitan is not installed"),
 ]
+each_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+JOB_TIMEOUT_S = 200.0
 QUIET = "--scout.kappa=1e6"  # corrupting a millisecond's work takes time too: time is not judged
-FSDP4 = LAYOUTS[0]
-MOE = LAYOUTS[-1]
-JOB_TIMEOUT_S = 180.0
+CHECKPOINTS = ("--checkpoint.enable", "--checkpoint.interval=1", "--checkpoint.keep_latest_k=2")
+FSDP4, MOE = LAYOUTS[0], LAYOUTS[-1]
 
 
 @pytest.fixture(scope="module")
@@ -65,98 +76,206 @@ def bits(finished: Finished) -> list[object]:
     return [(rank.losses, rank.parameters) for rank in finished.ranks]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+def labels(folder: pathlib.Path) -> dict[int, str]:
+    """Label of each checkpoint in the trust record, by step."""
+    plain = json.loads((folder / "checkpoint" / "scout_trust.json").read_text())
+    return {entry["step"]: entry["label"] for entry in plain["checkpoints"]}
+
+
+@each_layout
 def test_loss_gradient_norm_and_parameters_are_the_same_bits_with_and_without_scout(
     layout: Layout, server: TitanServer, assets: list[str], tmp_path: pathlib.Path
 ) -> None:
-    layout = replace(layout, steps=4)
-    plain = server.run(job(layout, assets, tmp_path / "off", "--scout.no-enable"))
-    checked = server.run(job(layout, assets, tmp_path / "on"))
+    plain = server.run(job(layout, assets, tmp_path / "off", "--scout.no-enable", *SHORT))
+    checked = server.run(job(layout, assets, tmp_path / "on", QUIET, *SHORT))
     rank = checked.ranks[0]
     assert bits(checked) == bits(plain)
-    assert len(plain.ranks[0].losses) == layout.steps
+    assert len(plain.ranks[0].losses) == 4
     assert rank.coverage.startswith(layout.groups)
     assert (rank.not_covered, rank.incidents) == ((), [])
-    assert (rank.checks, rank.armed) == (layout.steps, True)
+    assert (rank.checks, rank.armed) == (4, True)
     assert [r.hooks for r in checked.ranks] == [r.hooks for r in plain.ranks]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
-def test_a_corrupt_and_a_slow_rank_are_each_named_and_nobody_else(
+SHORT = ("--training.steps=4",)
+
+
+@each_layout
+def test_a_corrupt_and_a_slow_rank_are_named_and_a_restart_repeats_training_before_the_fault(
     layout: Layout, server: TitanServer, assets: list[str], tmp_path: pathlib.Path, seed: int
 ) -> None:
-    corrupt, slow = draw_sdc(layout, seed), draw_straggler(layout, seed)
-    found = server.run(job(layout, assets, tmp_path, breaks=(corrupt, slow)))
-    incidents = found.ranks[0].incidents
+    corrupt = draw_sdc(layout, seed, step=FIRST_WRONG_STEP - 1)
+    slow = draw_straggler(layout, seed)
+    options = (*CHECKPOINTS, FLOAT32)
+    broken = server.run(job(layout, assets, tmp_path, *options, breaks=(corrupt, slow)))
+    incidents = broken.ranks[0].incidents
     named = {(incident.kind, *incident.culprit_ranks) for incident in incidents}
     expected = {(Kind.SDC, corrupt.fault.rank), (Kind.STRAGGLER, slow.fault.rank)}
     assert named == expected, (seed, corrupt, slow, incidents)
-    assert all(rank.incidents == incidents for rank in found.ranks)
+    assert all(rank.incidents == incidents for rank in broken.ranks)
+
+    record = labels(tmp_path)
+    seen = next(incident.step for incident in incidents if incident.kind is Kind.SDC)
+    proven = max(step for step, label in record.items() if label in ("verified", "uncertified"))
+    assert record[proven] == ("verified" if layout.proves else "uncertified")
+    assert proven < FIRST_WRONG_STEP
+    assert {record[step] for step in record if step >= FIRST_WRONG_STEP} <= {"condemned"}
+    assert not (tmp_path / "checkpoint" / f"step-{seen}").exists()
+
+    options += ("--checkpoint.load_only", QUIET)
+    options += () if layout.proves else ("--scout.accept_uncertified",)
+    again = server.run(job(layout, assets, tmp_path, *options))
+    assert f"starts from step {proven}" in again.log(0)
+    for before, after in zip(broken.ranks, again.ranks, strict=True):
+        repeated = [loss for loss in after.losses if loss[0] < FIRST_WRONG_STEP]
+        assert len(repeated) == FIRST_WRONG_STEP - 1 - proven
+        assert repeated == [loss for loss in before.losses if proven < loss[0] < FIRST_WRONG_STEP]
+
+
+@each_layout
+def test_the_rank_that_stands_still_is_named_and_not_those_that_wait_for_it(
+    layout: Layout, server: TitanServer, assets: list[str], tmp_path: pathlib.Path, seed: int
+) -> None:
+    broken = draw_hang(layout, seed)
+    limit = "--scout.hang.stall_timeout_s=3"
+    stopped = job(layout, assets, tmp_path, QUIET, limit, breaks=(broken,))
+    server.attempt(replace(stopped, stop_when=str(tmp_path / "scout" / INCIDENTS)))
+    incident = RunDir(tmp_path / "scout").incidents()[0]
+    assert incident.kind is Kind.HANG, incident
+    assert incident.culprit_ranks == (broken.fault.rank,), (seed, broken, incident)
+    assert broken.fault.rank not in incident.victims
 
 
 def test_a_fault_in_an_expert_of_two_peers_is_detected_and_nobody_is_named(
     server: TitanServer, assets: list[str], tmp_path: pathlib.Path, seed: int
 ) -> None:
-    fault = replace(draw_sdc(MOE, seed).fault, layer=random.Random(seed).choice([1, 2]))
-    broken = Break(fault, "moe.experts")
-    found = server.run(job(replace(MOE, steps=9), assets, tmp_path, QUIET, breaks=(broken,)))
+    broken = in_experts(MOE, seed)
+    found = server.run(job(MOE, assets, tmp_path, QUIET, *NINE, breaks=(broken,)))
     incidents = found.ranks[0].incidents
     assert {incident.kind for incident in incidents} == {Kind.SDC}
     assert {incident.status for incident in incidents} == {Status.INCONCLUSIVE}, incidents
-    assert any(fault.rank in incident.peer_group for incident in incidents)
+    assert any(broken.fault.rank in incident.peer_group for incident in incidents)
 
 
 def test_a_fault_in_an_expert_of_three_peers_names_its_rank_and_not_its_partner(
     server: TitanServer, assets: list[str], tmp_path: pathlib.Path, seed: int
 ) -> None:
-    layout = replace(MOE, ranks=6, steps=9)
-    rng = random.Random(seed)
-    fault = replace(draw_sdc(layout, seed).fault, layer=rng.choice([1, 2]))
-    broken = Break(fault, "moe.experts")
-    found = server.run(job(layout, assets, tmp_path, QUIET, breaks=(broken,)))
+    layout = replace(MOE, ranks=6)
+    broken = in_experts(layout, seed)
+    found = server.run(job(layout, assets, tmp_path, QUIET, *NINE, breaks=(broken,)))
     incidents = found.ranks[0].incidents
-    assert {incident.culprit_ranks for incident in incidents} == {(fault.rank,)}, incidents
+    assert {incident.culprit_ranks for incident in incidents} == {(broken.fault.rank,)}, incidents
     assert {incident.kind for incident in incidents} == {Kind.SDC}
 
 
+NINE = ("--training.steps=9",)
+
+
+def in_experts(layout: Layout, seed: int) -> Break:
+    """A corruption in the experts of one of the MoE layers; the first layer is dense."""
+    layer = random.Random(seed).choice(range(1, layout.layers))
+    return Break(replace(draw_sdc(layout, seed, step=1).fault, layer=layer), "moe.experts")
+
+
 VARIANTS = {
-    "full_activation_checkpointing": ("--activation_checkpoint.mode=full",),
-    "selective_activation_checkpointing": ("--activation_checkpoint.mode=selective",),
-    "compiled_blocks": ("--compile.enable", "--compile.backend=aot_eager"),
-    "gradient_accumulation": ("--training.global_batch_size=16",),
-    "update_in_backward": ("--optimizer.early_step_in_backward",),
     "ddp": (
         "--parallelism.data_parallel_replicate_degree=4",
         "--parallelism.data_parallel_shard_degree=1",
     ),
+    "full_activation_checkpointing": ("--activation_checkpoint.mode=full",),
+    "selective_checkpointing_and_gradient_accumulation": (
+        "--activation_checkpoint.mode=selective",
+        "--training.global_batch_size=16",
+    ),
+    "compiled_blocks": ("--compile.enable", "--compile.backend=aot_eager"),
+    "update_in_backward": ("--optimizer.early_step_in_backward",),
 }
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_techniques_of_a_block_change_nothing_and_hide_no_fault(
+def test_techniques_inside_a_block_change_nothing_and_hide_no_fault(
     variant: str, server: TitanServer, assets: list[str], tmp_path: pathlib.Path, seed: int
 ) -> None:
-    layout = replace(FSDP4, steps=4, overrides=VARIANTS[variant])
-    plain = server.run(job(layout, assets, tmp_path / "off", "--scout.no-enable"))
-    checked = server.run(job(layout, assets, tmp_path / "on"))
-    assert bits(checked) == bits(plain)
-    assert checked.ranks[0].incidents == []
-    assert checked.ranks[0].not_covered == ()
-    rank = random.Random(seed).randrange(4)
-    broken = Break(FaultAt("sdc", rank, step=1, layer=random.Random(seed + 1).randrange(4)))
-    layout = replace(layout, steps=6)
-    found = server.run(job(layout, assets, tmp_path / "sdc", QUIET, breaks=(broken,)))
-    assert {i.culprit_ranks for i in found.ranks[0].incidents} == {(rank,)}, (seed, broken)
+    layout = replace(FSDP4, overrides=(*VARIANTS[variant], QUIET))
+    steps = ("--training.steps=6",)
+    plain = server.run(job(layout, assets, tmp_path / "off", "--scout.no-enable", *steps))
+    rank, layer = random.Random(seed).randrange(4), random.Random(seed + 1).randrange(4)
+    one_bit = Break(FaultAt("sdc", rank, step=2, layer=layer))
+    found = server.run(job(layout, assets, tmp_path / "sdc", *steps, breaks=(one_bit,)))
+    healthy = [finished.ranks[0].losses[:2] for finished in (plain, found)]
+    assert healthy[0] == healthy[1]
+    assert {i.culprit_ranks for i in found.ranks[0].incidents} == {(rank,)}, (seed, one_bit)
+    assert found.ranks[0].not_covered == ()
 
 
-def test_without_the_flag_scout_is_not_even_imported(
+def test_a_killed_job_goes_on_from_its_newest_checkpoint_when_the_catalogue_replays_clean(
     server: TitanServer, assets: list[str], tmp_path: pathlib.Path
 ) -> None:
-    layout = replace(FSDP4, ranks=1, steps=2)
-    off = server.run(job(layout, assets, tmp_path, "--scout.no-enable")).ranks[0]
+    options = (*CHECKPOINTS, "--checkpoint.async_mode=async", QUIET)
+    killed = job(FSDP4, assets, tmp_path, *options)
+    seen = tmp_path / "checkpoint" / "step-5" / ".metadata"
+    server.attempt(replace(killed, stop_when=str(seen)))
+    newest = max(labels(tmp_path))
+    assert newest >= 3
+    again = server.run(job(FSDP4, assets, tmp_path, *options, "--training.steps=7"))
+    assert f"starts from step {newest}: a replay of the whole catalogue was clean" in again.log(0)
+    assert [loss[0] for loss in again.ranks[0].losses] == list(range(newest + 1, 8))
+    assert again.ranks[0].incidents == []
+
+
+def test_scouts_counters_join_torchtitans_metrics(
+    server: TitanServer, assets: list[str], tmp_path: pathlib.Path
+) -> None:
+    options = ("--metrics.enable_tensorboard", "--training.steps=3", QUIET)
+    metrics = server.run(job(FSDP4, assets, tmp_path, *options)).ranks[0].metrics
+    assert metrics == {"scout/checks": 3.0, "scout/armed": 1.0, "scout/incidents": 0.0}
+
+
+def test_without_the_flag_nothing_of_scout_but_the_settings_is_imported(
+    server: TitanServer, assets: list[str], tmp_path: pathlib.Path
+) -> None:
+    one = replace(FSDP4, ranks=1)
+    off = server.run(job(one, assets, tmp_path, "--scout.no-enable", *SHORT)).ranks[0]
     assert [name for name in off.loaded if name.startswith("scout_torchtitan")] == [
         "scout_torchtitan",
         "scout_torchtitan.job_config",
         "scout_torchtitan.settings",
     ]
     assert not (tmp_path / "scout").exists()
+
+
+def test_the_stock_entry_with_only_the_flag_names_a_corrupt_rank(
+    assets: list[str], tmp_path: pathlib.Path, seed: int
+) -> None:
+    rank, layer = random.Random(seed).randrange(4), random.Random(seed + 1).randrange(4)
+    broken = Break(FaultAt("sdc", rank, step=1, layer=layer))
+    options = (
+        "--training.steps=6",
+        "--experimental.custom_import=integration_tests.torchtitan_stock",
+    )
+    argv = job(FSDP4, assets, tmp_path, QUIET, *options).argv
+    printed = run_stock(4, argv, tmp_path, broken)
+    assert f"scout: torchtitan, {FSDP4.groups}; 5 recipes in a cycle of 4 steps" in printed
+    assert "scout: 6 checks in 6 steps, 1 incident(s)" in printed, printed[-3000:]
+    (incident,) = RunDir(tmp_path / "scout").incidents()
+    assert (incident.kind, incident.culprit_ranks) == (Kind.SDC, (rank,)), (seed, incident)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ("--scout.interval_steps=0", "interval_steps=0 in the TOML table [scout]"),
+        ("--scout.layers=blocks", "layers='blocks' matches no module"),
+        ("--fault_tolerance.enable", "fault_tolerance.enable = true: torchft changes"),
+        ("--scout.nonsense=1", "--scout.nonsense"),
+    ],
+)
+def test_a_wrong_configuration_is_an_error_before_training_starts(
+    wrong: str, named: str, server: TitanServer, assets: list[str], tmp_path: pathlib.Path
+) -> None:
+    one = replace(FSDP4, ranks=1)
+    outcome = server.attempt(job(one, assets, tmp_path, wrong))
+    log = (tmp_path / "rank-0.log").read_text()
+    assert outcome.codes != [0]
+    assert named in log
+    assert "Training starts" not in log

@@ -5,17 +5,27 @@ from __future__ import annotations
 import os
 import pathlib
 import pickle
+import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
-from integration_tests.torchtitan_job import Job, Outcome, RankResult, read_result
+from integration_tests.torchtitan_job import (
+    Break,
+    Job,
+    Outcome,
+    RankResult,
+    read_result,
+    stock_fault,
+)
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 START_S = 120.0
+STOCK_S = 240.0
 MARGIN_S = 15.0  # of the server beyond a job's own deadline
 
 
@@ -94,6 +104,38 @@ class TitanServer:
             raise JobFailed(f"the fork server ended or gave no answer in {timeout_s} s") from None
         finally:
             killer.cancel()
+
+
+def run_stock(ranks: int, argv: Sequence[str], folder: pathlib.Path, broken: Break) -> str:
+    """Run `torchrun -m torchtitan.train` as a user does, and return what it printed.
+
+    The CPU shim comes in through Python's own start-up, the fault through torchtitan's own
+    `experimental.custom_import`.
+    """
+    (folder / "sitecustomize.py").write_text(
+        "import os\n"
+        "if 'RANK' in os.environ:\n"
+        "    from integration_tests import torchtitan_shim\n"
+        "    torchtitan_shim.install()\n"
+    )
+    paths = [str(folder), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    variables = environment(PYTHONPATH=os.pathsep.join(paths), **stock_fault(broken))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc_per_node={ranks}", "-m", "torchtitan.train", *argv]
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    try:
+        printed, _ = process.communicate(timeout=STOCK_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # torchrun and the ranks it started
+        printed, _ = process.communicate()
+    return printed.decode(errors="replace")
 
 
 def environment(**more: str) -> dict[str, str]:

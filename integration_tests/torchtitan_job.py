@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import pathlib
 import pickle
 from dataclasses import dataclass, field
@@ -77,3 +79,18 @@ def read_result(folder: str, rank: int) -> RankResult | None:
     result = pickle.loads(path.read_bytes())
     assert isinstance(result, RankResult)
     return result
+
+
+STOCK_FAULT = "TORCHTITAN_TEST_FAULT"
+
+
+def stock_fault(broken: Break) -> dict[str, str]:
+    """Return the environment that tells `torchtitan_stock` of a corruption."""
+    fault = broken.fault
+    return {STOCK_FAULT: json.dumps([fault.rank, fault.step, fault.layer])}
+
+
+def read_stock_fault() -> Break:
+    """Return the corruption that the environment tells of."""
+    rank, step, layer = json.loads(os.environ[STOCK_FAULT])
+    return Break(FaultAt("sdc", rank, step, layer))

@@ -43,7 +43,7 @@ def _watched(job: Job, rank: int, result: RankResult) -> type[Any]:
         def train_step(self, data_iterator: Any) -> None:
             for each in job.breaks:
                 if each.fault.rank == rank and each.fault.step == self.step - 1:
-                    _break(self, each)
+                    break_trainer(self, each)
             super().train_step(data_iterator)
 
         def close(self) -> None:
@@ -67,7 +67,8 @@ def _record_metrics(processor: Any, result: RankResult) -> None:
     processor.log, processor.logger.log = logged, written
 
 
-def _break(trainer: Any, what: Break) -> None:
+def break_trainer(trainer: Any, what: Break) -> None:
+    """Apply a fault to this rank's trainer from now on."""
     layers = [layer for part in trainer.model_parts for layer in part.layers.values()]
     optimizer = trainer.optimizers.optimizers[0]
     if what.part:

@@ -6,6 +6,7 @@ not see torchtitan's CPU shim. Reads pickled `Job`s from stdin, writes pickled `
 
 from __future__ import annotations
 
+import importlib
 import os
 import pathlib
 import pickle
@@ -20,6 +21,11 @@ from typing import BinaryIO
 from integration_tests import torchtitan_shim
 from integration_tests.torchtitan_job import Job, Outcome
 
+PRELOADED = (
+    "torchtitan.models.deepseek_v3",
+    "torchtitan.models.llama3",
+    "scout_core.integration.enable",  # but not scout_torchtitan: the flag is to import it
+)
 POLL_S = 0.02
 GRACE_S = 1.0  # after one rank failed: the others usually fail with a message of their own
 
@@ -29,6 +35,8 @@ Body = Callable[[Job, int], None]
 def serve(requests: BinaryIO, answers: BinaryIO) -> None:
     """Answer one job after the other until stdin is closed."""
     torchtitan_shim.install()
+    for module in PRELOADED:
+        importlib.import_module(module)
     from integration_tests.torchtitan_rank import train
 
     _send(answers, "ready")
