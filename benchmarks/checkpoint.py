@@ -187,6 +187,7 @@ def _label(rank: int, folder: str, memory_dir: str, mebibytes: int) -> dict[str,
         "state_mib": mebibytes,
         "save_s": statistics.median(bare),
         "added_s": statistics.median(added),
+        "least_added_s": min(added),
         "signing_s": statistics.median(signing),
     }
 
@@ -237,7 +238,7 @@ def main() -> None:
         )
     console.print(table)
     table = Table(title=f"Cost of the labels of one save, {RANKS} ranks")
-    for name in ("state", "to", "DCP", "added by the gate", "share", "signing, in the background"):
+    for name in ("state", "to", "DCP", "gate", "least", "least / DCP", "signing, in a thread"):
         table.add_column(name, justify="right")
     for row in figures["labels"]:
         table.add_row(
@@ -245,7 +246,8 @@ def main() -> None:
             row["place"],
             f"{row['save_s'] * 1e3:.0f} ms",
             f"{row['added_s'] * 1e3:.1f} ms",
-            f"{row['added_s'] / row['save_s']:.2%}",
+            f"{row['least_added_s'] * 1e3:.1f} ms",
+            f"{row['least_added_s'] / row['save_s']:.2%}",
             f"{row['signing_s'] * 1e3:.0f} ms",
         )
     console.print(table)
