@@ -187,18 +187,22 @@ MODES = {
         "recompute_method": "uniform",
         "recompute_num_layers": 1,
     },
-    "recompute attention": {**_SELECTIVE, "recompute_modules": ["core_attn"]},
+    "recompute attention, fused weight gradients": {
+        **_SELECTIVE,
+        "recompute_modules": ["core_attn"],
+        "gradient_accumulation_fusion": True,
+    },
     "recompute mlp": {
         **_SELECTIVE,
         "recompute_modules": ["mlp"],
         "add_bias_linear": False,  # 0.16.1 recurses for ever with a bias
     },
-    "fused weight gradients": {"gradient_accumulation_fusion": True},
 }
 """Fields of TransformerConfig that change how a layer runs, not what it computes."""
 MOE_MODES = {
-    "recompute experts": {**_SELECTIVE, "recompute_modules": ["moe", "shared_experts"]},
-    "shared experts and expert bias": {
+    "recompute experts and shared experts, balance by bias": {
+        **_SELECTIVE,
+        "recompute_modules": ["moe", "shared_experts"],
         "moe_shared_expert_intermediate_size": 32,
         "moe_router_enable_expert_bias": True,
         "moe_router_score_function": "sigmoid",

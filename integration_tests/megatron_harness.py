@@ -6,6 +6,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from typing import Self
 
@@ -13,6 +14,7 @@ from integration_tests.megatron_cases import Job, RankResult, read_result
 from integration_tests.torchtitan_harness import ROOT, START_S, JobFailed, TitanServer, environment
 from integration_tests.torchtitan_job import Outcome
 
+CONFIGS = ROOT / "configs" / "megatron"
 SITE = ROOT / "integration_tests" / "megatron_site"
 UNPACKED = ROOT / ".cache" / "megatron" / "megatron-core-0.18.2"
 """What `make megatron-next` unpacks: a newer version than pip installs on Python 3.11."""
@@ -73,16 +75,19 @@ CPU = (
 """What megatron.training needs on a CPU."""
 
 
-def small_arguments(ranks: int | None = None) -> tuple[str, ...]:
-    """Arguments for a CPU; with a number of ranks, those of configs/megatron/small.sh before them.
-
-    Those of SCOUT are left to the test.
-    """
-    if ranks is None:
-        return CPU
-    text = (ROOT / "configs" / "megatron" / "small.sh").read_text()
-    command = text.partition("pretrain_small.py")[2].partition("--scout")[0]
-    return *command.replace("\\\n", " ").split(), "--global-batch-size", str(4 * ranks), *CPU
+def arguments_of(script: str) -> tuple[str, ...]:
+    """Return what a script in configs/megatron gives to pretrain_small.py, without SCOUT's part."""
+    with tempfile.TemporaryDirectory() as folder:
+        stand_in = pathlib.Path(folder) / "torchrun"
+        stand_in.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+        stand_in.chmod(0o700)
+        environ = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"}
+        command = [str(CONFIGS / script)]
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
+    given = done.stdout.split()
+    given = given[given.index("pretrain_small.py") + 1 :]
+    first, last = given.index("--scout"), given.index("--scout-interval-steps") + 1
+    return *given[:first], *given[last + 1 :]
 
 
 def cpu_environment(**more: str) -> dict[str, str]:

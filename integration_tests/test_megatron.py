@@ -24,13 +24,14 @@ from integration_tests.megatron_cases import (
     PretrainJob,
 )
 from integration_tests.megatron_harness import (
-    ROOT,
+    CONFIGS,
+    CPU,
     UNPACKED,
     Finished,
     MegatronServer,
+    arguments_of,
     cpu_environment,
     log_of,
-    small_arguments,
 )
 from scout_core.decision.consensus import Status
 from scout_core.decision.incident import Incident, Kind
@@ -257,9 +258,11 @@ def test_a_skipped_update_counts_as_a_step_and_accuses_nobody(
 
 def pretrain(folder: pathlib.Path, *more: str, scout: bool = True, **fields: Any) -> PretrainJob:
     ranks = fields.pop("ranks", 3)
+    script = fields.pop("script", "small.sh")
     options = ("--scout", "--scout-interval-steps", "1", "--scout-on-error", "raise")
     quiet = ("--scout-kappa", "1e6", "--scout-run-dir", f"{folder}/scout")
-    argv = (*small_arguments(ranks), *((*options, *quiet) if scout else ()), *more)
+    batch = ("--global-batch-size", str(4 * ranks))
+    argv = (*arguments_of(script), *batch, *CPU, *((*options, *quiet) if scout else ()), *more)
     return PretrainJob(ranks, argv, str(folder), **fields)
 
 
@@ -321,19 +324,24 @@ def test_a_bad_option_is_one_clear_error_before_training(
     assert f"scout: {message}" in log_of(str(tmp_path), 0)
 
 
-@pytest.mark.parametrize(("script", "ranks"), [("small.sh", 4), ("moe.sh", 4)])
-def test_the_scripts_in_configs_run_as_they_are(
-    script: str, ranks: int, tmp_path: pathlib.Path
-) -> None:
+def test_small_sh_runs_as_it_is(tmp_path: pathlib.Path) -> None:
     if not UNPACKED.exists() and not IN_CI:
         pytest.skip("megatron-core 0.18.2 is not unpacked: make megatron-next")
-    more = ["--train-iters", "4", "--scout-run-dir", str(tmp_path)]
     done = subprocess.run(
-        [str(ROOT / "configs" / "megatron" / script), *small_arguments(), *more],
-        env=cpu_environment(RANKS=str(ranks)),
+        [str(CONFIGS / "small.sh"), *CPU, "--train-iters", "4", "--scout-run-dir", str(tmp_path)],
+        env=cpu_environment(RANKS="4"),
         capture_output=True,
         text=True,
         timeout=180,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert "scout: 2 checks in 4 steps, 0 incident(s)" in done.stderr
+
+
+def test_the_arguments_of_moe_sh_train_and_cover_its_experts(
+    servers: Servers, tmp_path: pathlib.Path
+) -> None:
+    job = pretrain(tmp_path, "--train-iters", "4", script="moe.sh", ranks=4)
+    result = servers[NEXT].run(job).ranks[0]
+    assert result.incidents == []
+    assert [ranks for kind, ranks in result.groups if kind == "expert"] == [(0, 2), (1, 3)]
