@@ -376,12 +376,18 @@ def test_a_mistake_names_the_value_and_the_rule(mistake, message: str) -> None: 
         mistake()
 
 
-def test_a_recipe_too_many_is_refused_and_changes_nothing() -> None:
+def test_when_there_are_more_recipes_than_k_a_cycle_needs_them_all() -> None:
     gate = CheckpointGate(1)
     run(gate, "cc")
-    with pytest.raises(ScoutError, match="'head' is one too many"):
-        gate.on_check(3, "head", "clean")
+    gate.on_check(3, "head", "clean")
+    gate.on_save(3)
+    for step in range(4, 9):
+        gate.on_check(step, 0, "clean")
+        gate.on_save(step)
+    assert gate.candidate == (4, None)  # the first after a cycle of both
     assert gate.retrieve("sdc") == Choice("verified", 1)
+    gate.on_check(9, "head", "clean")
+    assert gate.retrieve("sdc") == Choice("verified", 4)
 
 
 @dataclass

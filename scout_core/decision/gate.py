@@ -108,7 +108,7 @@ class CheckpointGate:
                 recipe that takes several checks speaks for what was executed before the first.
 
         Raises:
-            ScoutError: an unknown outcome, or more than K different recipes.
+            ScoutError: an unknown outcome.
         """
         outcome = word(Outcome, outcome, "outcome")
         if step < self._last_check:
@@ -208,9 +208,6 @@ class CheckpointGate:
             reachable: every machine of the job answers.
             sweep_clean: result of replaying the whole catalogue; None when that was not possible,
                 which is treated like corruption wherever the sweep would decide.
-
-        Raises:
-            ScoutError: an unknown failure.
         """
         newest, why = self.allows_newest(failure, reachable, sweep_clean)
         if newest and self.latest is not None:
@@ -225,7 +222,7 @@ class CheckpointGate:
         reachable: bool = True,
         sweep_clean: bool | None = None,
     ) -> tuple[bool, str]:
-        """Tell whether the newest checkpoint may be taken, or only a proven one, and why."""
+        """Tell whether the newest may be taken, or only a proven one, and why (see `retrieve`)."""
         failure = word(Failure, failure, "failure")
         gaps = f"; not covered: {'; '.join(self._uncovered)}" if self._uncovered else ""
         if failure is Failure.SDC or self.doubts.condemned:
@@ -307,11 +304,8 @@ class CheckpointGate:
         self._after_candidate = None
 
     def _accept(self, step: int, recipe: Recipe, proven_step: int) -> None:
-        if recipe not in self._recipes and len(self._recipes) == self._catalog_size:
-            raise ScoutError(
-                f"recipe {recipe!r} is one too many for catalog_size={self._catalog_size} after "
-                f"{sorted(map(str, self._recipes))}; tell on_world_changed when the catalogue grows"
-            )
+        if recipe not in self._recipes and len(self._recipes) >= self._catalog_size:
+            self._start_again()  # the catalogue is larger than anybody said
         self._recipes.add(recipe)
         if self.doubts.condemned or self.doubts.unreachable:
             return
@@ -329,7 +323,8 @@ class CheckpointGate:
 
     @property
     def _is_cycle_complete(self) -> bool:
-        return len(self._clean) == self._catalog_size
+        """Each of the K recipes was accepted; when more than K were seen, all of them."""
+        return len(self._clean) >= max(self._catalog_size, len(self._recipes))
 
     def _adopt(self, saved: Saved) -> None:
         """Make it the candidate if a complete clean cycle ends no later than its step."""
