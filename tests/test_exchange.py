@@ -31,3 +31,18 @@ def test_members_meet_though_they_are_in_different_numbers_of_other_groups() -> 
     print(f"groups more: {more}")
     told = run_ranks(RANKS, meet_after_other_groups, more)
     assert told == [[[b"0", b"2"]] * 2, [[b"1", b"3"]] * 2] * 2
+
+
+def meet_though_bound_to_a_device(rank: int) -> tuple[list[bytes], bool]:
+    world = dist.distributed_c10d._get_default_group()
+    bound = torch.device("cuda", 0)
+    world.bound_device_id = bound
+    exchange = GroupExchange(torch.device("cpu"), timeout_s=20.0)
+    told = exchange.all_gather(f"{rank}".encode(), (0, 1))
+    exchange.close()
+    return told, world.bound_device_id == bound
+
+
+def test_groups_are_not_split_off_the_training_communicator() -> None:
+    # A split asks the communicator of the bound device, which a gloo job does not have.
+    assert run_ranks(2, meet_though_bound_to_a_device) == [([b"0", b"1"], True)] * 2

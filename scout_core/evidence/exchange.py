@@ -15,10 +15,11 @@ The private functions were checked with torch 2.13.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -168,18 +169,33 @@ class GroupExchange:
         """Create a group of its members alone; see Note [Names of groups]."""
         members = xxhash.xxh3_128_hexdigest(repr(ranks).encode())
         name = f"scout/{self._number}/{backend}/{members}"
-        group, _ = c10d._new_process_group_helper(
-            len(ranks),
-            ranks.index(self.rank),
-            list(ranks),
-            dist.Backend(backend),
-            c10d._get_default_store(),
-            c10d.GroupName(name),
-            timeout=self._timeout,
-        )
+        with _unsplit(c10d._get_default_group()):
+            group, _ = c10d._new_process_group_helper(
+                len(ranks),
+                ranks.index(self.rank),
+                list(ranks),
+                dist.Backend(backend),
+                c10d._get_default_store(),
+                c10d.GroupName(name),
+                timeout=self._timeout,
+            )
         assert isinstance(group, dist.ProcessGroup)
         c10d._world.pg_group_ranks[group] = {rank: i for i, rank in enumerate(ranks)}
         return group
+
+
+@contextlib.contextmanager
+def _unsplit(world: dist.ProcessGroup) -> Iterator[None]:
+    """Let new groups have communicators of their own.
+
+    A job that is bound to its device splits them off the training communicator, which is a
+    collective of all its ranks (`ncclCommSplit`), not of the members alone.
+    """
+    device, world.bound_device_id = world.bound_device_id, None
+    try:
+        yield
+    finally:
+        world.bound_device_id = device
 
 
 class LocalExchange:
