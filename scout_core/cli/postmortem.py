@@ -28,12 +28,15 @@ def postmortem(
         pathlib.Path,
         typer.Argument(help="Folder of dumps, snapshots and logs; or a timing table."),
     ],
+    png: Annotated[
+        pathlib.Path | None,
+        typer.Option(help="Write the heat map of a timing table (rank x step) here."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Name who is at fault, from the files of a job that hung or was slow."""
     if path.is_file() and path.suffix in TIMING_TABLES:
-        incidents = _slow_ranks(path)
-        _report(incidents, {}, as_json)
+        incidents = _slow_ranks(path, png, as_json)
     elif path.is_file():
         raise ScoutError(
             f"{path} is a file but no timing table ({', '.join(TIMING_TABLES)}); "
@@ -46,10 +49,16 @@ def postmortem(
     raise typer.Exit(output.exit_code(incidents))
 
 
-def _slow_ranks(path: pathlib.Path) -> list[Incident]:
-    from scout_core.lab.timings import diagnose_timings
+def _slow_ranks(path: pathlib.Path, png: pathlib.Path | None, as_json: bool) -> list[Incident]:
+    from scout_core.lab.timings import diagnose_timings, render
 
-    return list(diagnose_timings(path))
+    incidents = list(diagnose_timings(path))
+    _report(incidents, {}, as_json)
+    if png is not None or not as_json:
+        drawn = render(path, png)
+        if not as_json:
+            console.print(drawn, markup=False)
+    return incidents
 
 
 def _hang(remains: Remains) -> list[Incident]:

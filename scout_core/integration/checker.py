@@ -102,7 +102,8 @@ class Checker:
         for name in facts.topology.layouts:
             self._groups[name] = WorkGroups(facts.topology, name, exchange.rank)
             self._groups[name].join(exchange)
-        rule = StragglerRule(kappa=config.kappa)
+        num_groups = len(facts.topology.peer_groups())
+        rule = StragglerRule(kappa=config.kappa, groups=num_groups)
         self._interpreter = Interpreter(facts.topology, facts.devices, rule, clock.compares)
         self.rotation: Rotation = facts.rotation
         """Recipes that still take turns."""
