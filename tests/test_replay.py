@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,7 +78,8 @@ def replayed(module: nn.Module, capture: Capture, **changes: Any) -> Replayed:
     inputs = Inputs(
         taken, taken.tensors, taken.constants, taken.needs_grad, capture.rng, capture.modes
     )
-    return replay(module, inputs, device(changes.get("whole")), repeats=2)
+    with_changes = dataclasses.replace(device(), **changes)
+    return replay(module, inputs, with_changes, repeats=2)
 
 
 def memory(module: nn.Module) -> dict[str, Any]:
@@ -167,6 +169,15 @@ def test_whole_parameters_are_used_in_place_of_the_live_ones() -> None:
     other = replayed(module, capture, whole=lambda m: contextlib.nullcontext(double))
     assert other.theta != plain.theta
     assert other.outputs[0]["output"] != plain.outputs[0]["output"]
+
+
+def test_gradients_are_taken_from_where_the_framework_has_put_them() -> None:
+    layer, x = nn.Linear(3, 3), torch.randn(2, 3, requires_grad=True)
+    plain = replayed(layer, capture_of(layer, x))
+    elsewhere = replayed(layer, capture_of(layer, x), gradient_of=lambda leaf, grad: grad * 2)
+    for stages, moved in zip(plain.outputs, elsewhere.outputs, strict=True):
+        different = {stage for stage in stages if stages[stage] != moved[stage]}
+        assert different == {"parameter_grad"}
 
 
 def test_an_exception_in_the_forward_puts_everything_back() -> None:
