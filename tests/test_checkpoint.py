@@ -230,9 +230,9 @@ def alone() -> Iterator[None]:
 def test_after_a_corruption_nothing_is_written(run: pathlib.Path) -> None:
     trainer = Trainer(run)
     trainer.train("cccc")
-    before = sorted(run.rglob("*.distcp"))
+    before = set(run.rglob("*.distcp"))
     assert trainer.train("xc") == [Label.CONDEMNED, Label.CONDEMNED]
-    assert sorted(run.rglob("*.distcp")) == before
+    assert set(run.rglob("*.distcp")) <= before  # old ones are removed in the background
     assert [event for event, _ in trainer.events] == ["save_refused"] * 2
 
 
