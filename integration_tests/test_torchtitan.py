@@ -37,6 +37,8 @@ each_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layo
 JOB_TIMEOUT_S = 200.0
 QUIET = "--scout.kappa=1e6"  # corrupting a millisecond's work takes time too: time is not judged
 CHECKPOINTS = ("--checkpoint.enable", "--checkpoint.interval=1", "--checkpoint.keep_latest_k=2")
+STEPS = 3
+SHORT = (f"--training.steps={STEPS}",)
 FSDP4, MOE = LAYOUTS[0], LAYOUTS[-1]
 
 
@@ -90,14 +92,12 @@ def test_loss_gradient_norm_and_parameters_are_the_same_bits_with_and_without_sc
     checked = server.run(job(layout, assets, tmp_path / "on", QUIET, *SHORT))
     rank = checked.ranks[0]
     assert bits(checked) == bits(plain)
-    assert len(plain.ranks[0].losses) == 4
+    assert len(plain.ranks[0].losses) == STEPS
     assert rank.coverage.startswith(layout.groups)
     assert (rank.not_covered, rank.incidents) == ((), [])
-    assert (rank.checks, rank.armed) == (4, True)
+    assert (rank.checks, rank.armed) == (STEPS, True)
+    assert rank.metrics == {"scout/checks": STEPS, "scout/armed": 1.0, "scout/incidents": 0.0}
     assert [r.hooks for r in checked.ranks] == [r.hooks for r in plain.ranks]
-
-
-SHORT = ("--training.steps=4",)
 
 
 @each_layout
@@ -218,17 +218,24 @@ def test_a_killed_job_goes_on_from_its_newest_checkpoint_when_the_catalogue_repl
     newest = max(labels(tmp_path))
     assert newest >= 3
     again = server.run(job(FSDP4, assets, tmp_path, *options, "--training.steps=7"))
-    assert f"starts from step {newest}: a replay of the whole catalogue was clean" in again.log(0)
+    assert "a replay of the whole catalogue on the newest state was clean" in again.log(0)
+    assert f"starts from step {newest}" in again.log(0)
     assert [loss[0] for loss in again.ranks[0].losses] == list(range(newest + 1, 8))
     assert again.ranks[0].incidents == []
 
 
-def test_scouts_counters_join_torchtitans_metrics(
+def test_a_folder_with_nothing_but_scouts_record_still_begins_from_the_initial_weights(
     server: TitanServer, assets: list[str], tmp_path: pathlib.Path
 ) -> None:
-    options = ("--metrics.enable_tensorboard", "--training.steps=3", QUIET)
-    metrics = server.run(job(FSDP4, assets, tmp_path, *options)).ranks[0].metrics
-    assert metrics == {"scout/checks": 3.0, "scout/armed": 1.0, "scout/incidents": 0.0}
+    one = replace(FSDP4, ranks=1)
+    options = (*CHECKPOINTS, "--training.steps=2")
+    server.run(job(one, assets, tmp_path / "first", *options))
+    weights = tmp_path / "first" / "checkpoint" / "step-1"
+    (tmp_path / "second" / "checkpoint").mkdir(parents=True)
+    initial = f"--checkpoint.initial_load_path={weights}"
+    second = server.run(job(one, assets, tmp_path / "second", initial, *options))
+    assert f"Loading the checkpoint from {weights}" in second.log(0)
+    assert [step for step, _, _ in second.ranks[0].losses] == [1, 2]
 
 
 def test_without_the_flag_nothing_of_scout_but_the_settings_is_imported(

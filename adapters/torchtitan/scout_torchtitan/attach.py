@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pathlib
 import time
 from collections.abc import Callable, Sequence
@@ -40,8 +39,8 @@ def attach(trainer: Any, checkpointer: CheckpointManager) -> Session:
     if not config.job:
         config = config.model_copy(update={"job": job.job.description})
     framework = TorchTitan(trainer, Patterns(config.layers, config.embedding, config.head))
-    # Looked at before the collectives below: a faster rank may create it after them.
-    is_new_run = checkpointer.enable and not os.path.exists(checkpointer.folder)
+    # Looked at before the collectives below: after them a faster rank may write already.
+    is_new_run = checkpointer.enable and checkpointer._find_load_step() == -1
     started = time.strftime("%Y%m%d-%H%M%S")
     folder = job.scout.run_dir or pathlib.Path(job.job.dump_folder) / "scout" / started
     session = enable.attach(framework, config, run_dir=folder, dataloader=trainer.dataloader)

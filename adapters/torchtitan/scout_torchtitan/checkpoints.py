@@ -7,9 +7,11 @@ taken, which ones no purge may remove, and which one a restart loads. Private na
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any
 
@@ -40,7 +42,7 @@ class GatedManager:
         """Prepare; nothing is changed before `install`.
 
         Args:
-            is_new_run: the folder of checkpoints did not exist before any rank came this far.
+            is_new_run: there was no complete checkpoint before any rank came this far.
         """
         self._trainer = trainer
         self._manager = manager
@@ -70,7 +72,7 @@ class GatedManager:
             self._is_new_run
         ):  # torchtitan may begin from weights elsewhere, unless the folder exists
             loaded = original(step)
-            self._open().resumed(None)
+            self._open().resumed(self._trainer.step or None)  # weights alone are step 0
         elif step != -1:
             loaded = original(step)
             self._open().resumed(step, self._path(step))
@@ -78,6 +80,16 @@ class GatedManager:
             loaded = self._load_chosen(original)
         self._session.resume_at(self._trainer.step)
         return loaded
+
+    @contextlib.contextmanager
+    def _folder_hidden(self) -> Iterator[None]:
+        """Let torchtitan begin from `initial_load_path` although SCOUT's record made the folder."""
+        folder = self._manager.folder
+        self._manager.folder = os.path.join(folder, "absent")
+        try:
+            yield
+        finally:
+            self._manager.folder = folder
 
     def _load_chosen(self, original: Callable[[int], bool]) -> bool:
         service = self._open()
@@ -93,7 +105,7 @@ class GatedManager:
             return True
         if chosen.num_checkpoints:
             raise no_trusted_checkpoint(service, chosen, WAY_OUT)
-        loaded = original(-1)  # an empty folder, or a run without SCOUT
+        loaded = original(-1)  # of a run without SCOUT
         service.resumed(self._trainer.step if loaded else None)
         return loaded
 
@@ -142,7 +154,10 @@ class GatedManager:
             self._service.stop(Failure.NONE)
 
     def _sweep(self) -> bool:
-        return self._session.full_sweep(lambda: forward_backward(self._trainer))
+        clean = self._session.full_sweep(lambda: forward_backward(self._trainer))
+        result = "clean" if clean else "not clean"
+        logger.info(f"SCOUT: a replay of the whole catalogue on the newest state was {result}")
+        return clean
 
     def _open(self) -> GateService:
         self._service = self._session.open_gate(self._manager.folder)
