@@ -100,6 +100,27 @@ class DeepSpeed(FrameworkBase):
 
         return wrap_method(engine, "train_batch" if hasattr(engine, "grid") else "step", around)
 
+    def before_update(self, hook: Callable[[], None]) -> Undo:
+        """Call the hook before `step()` at the end of an accumulation, and before the optimizer.
+
+        The first also comes before steps that overflow, which never reach the optimizer; the
+        second also where `step()` is not the caller's: in a PipelineEngine.
+        """
+        engine = self._engine
+
+        def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if engine.is_gradient_accumulation_boundary():
+                hook()
+            return original(*args, **kwargs)
+
+        unhook, unwrap = super().before_update(hook), wrap_method(engine, "step", around)
+
+        def undo() -> None:
+            unwrap()
+            unhook()
+
+        return undo
+
     @contextlib.contextmanager
     def whole(self, module: nn.Module) -> Iterator[Materialised]:
         yield zero3.gathered(list(module.parameters()), self.device)
