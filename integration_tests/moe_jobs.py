@@ -135,7 +135,7 @@ def each_rank_in_turn(rank: int, plan: DrillPlan, folder: str, faulty: list[int]
     draw = random.Random(plan.seed)
     for each in faulty:
         rows = plan.moe.alignment * draw.randint(1, size)
-        job.break_until_named(draw_fault(draw, each, rows), most=size)
+        job.break_until_named(draw_fault(draw, each, rows), most=2 * size)
     job.sweep()
     job.sweep(job.seen.faults[-1])
     return job.end()

@@ -21,7 +21,7 @@ from integration_tests.moe_jobs import (
 )
 from scout_core.decision.catalog_file import CatalogFile, checksum
 from scout_core.decision.consensus import Status
-from scout_core.decision.incident import Kind
+from scout_core.decision.incident import Incident, Kind
 from scout_core.errors import ScoutError
 from scout_core.evidence.catalog_store import read_catalog, write_catalog
 from scout_core.lab import moe_catalog
@@ -46,12 +46,17 @@ def catalogue(folder: pathlib.Path, plan: DrillPlan) -> CatalogFile:
     return read_catalog(moe_catalog.write(str(folder), plan.model.width, plan.moe, layout))
 
 
+def judged(incidents: list[Incident]) -> list[Incident]:
+    """Leave out that a busy machine was slow."""
+    return [incident for incident in incidents if incident.kind is not Kind.GROUP_SLOWDOWN]
+
+
 def assert_named(seen: Seen, ranks: int, number: int = 0) -> None:
     """The fault was named with its rows, and no other rank was."""
-    fault = seen.faults[number]
-    assert all(i.kind is Kind.SDC for i in seen.incidents[number])
-    assert {r for i in seen.incidents[number] for r in i.culprit_ranks} == {fault.rank}
-    named = next(i for i in seen.incidents[number] if fault.rows in i.evidence.get("rows", ()))
+    fault, found = seen.faults[number], judged(seen.incidents[number])
+    assert {incident.kind for incident in found} == {Kind.SDC}
+    assert {rank for incident in found for rank in incident.culprit_ranks} == {fault.rank}
+    named = next(i for i in found if fault.rows in i.evidence.get("rows", ()))
     assert named.status is Status.ATTRIBUTED
     assert f"moe.experts at 2 x {fault.rows} rows" in named.message
     assert named.peer_group == tuple(r for r in range(ranks) if r % 2 == fault.rank % 2)
@@ -66,7 +71,7 @@ def test_a_fault_at_one_row_count_of_any_rank_is_named_with_its_shape_in_one_cyc
     faulty = draw.sample(range(8), 8)
     results = run_ranks(8, each_rank_in_turn, plan, str(tmp_path), faulty, timeout_s=170)
     for seen in results:
-        assert seen.healthy == []
+        assert judged(seen.healthy) == []
         assert [fault.rank for fault in seen.faults] == faulty
         for number in range(8):
             assert_named(seen, 8, number)
@@ -84,7 +89,7 @@ def test_rows_that_the_catalogue_omits_are_replayed_themselves(tmp_path: pathlib
     faulty = draw.randrange(6)
     results = run_ranks(6, executed_rows, plan, str(tmp_path), faulty, experts, timeout_s=170)
     for seen in results:
-        assert seen.healthy == []
+        assert judged(seen.healthy) == []
         assert_named(seen, 6)
         assert seen.executed[0] == seen.executed[1] > 0
         assert " 0.00 % by exact replay" not in seen.lines[1]
@@ -104,7 +109,7 @@ def test_in_another_environment_executed_rows_are_replayed_and_the_field_is_name
         6, executed_rows, plan, str(tmp_path), draw.randrange(6), experts, timeout_s=170
     )
     for seen in results:
-        assert seen.healthy == []
+        assert judged(seen.healthy) == []
         assert "driver: '999.1' in the catalogue" in seen.lines[0]
         assert "0.00 % by catalogue" in seen.lines[1]
         assert_named(seen, 6)
@@ -120,7 +125,7 @@ def test_in_another_environment_experts_are_left_out_where_that_is_wanted(
     experts = {"modules": STAGES, "catalogue": str(path), "on_drift": "not_covered"}
     results = run_ranks(4, uncovered, plan, str(tmp_path), experts, timeout_s=100)
     for seen in results:
-        assert seen.healthy == []
+        assert judged(seen.healthy) == []
         assert not any(name.startswith("expert:") for name in seen.recipes)
         (gap,) = seen.not_covered
         assert "expert replay not covered" in gap
@@ -151,7 +156,7 @@ def test_scout_changes_no_bit_of_a_job_with_experts(tmp_path: pathlib.Path) -> N
     catalogue(tmp_path, plan)
     for off, on, seen, incidents in run_ranks(6, off_and_on, plan, str(tmp_path), 6, timeout_s=170):
         assert on == off
-        assert incidents == []
+        assert judged(incidents) == []
         assert seen.executed[0] == seen.executed[1] > 0
         assert seen.not_covered == ()
 
@@ -163,7 +168,7 @@ def test_a_damaged_all_to_all_is_found_and_between_two_ranks_nobody_is_named(
     faulty = drawn().randrange(4)
     partner = faulty ^ 1
     for found in run_ranks(4, damaged_payload, plan, str(tmp_path), faulty, timeout_s=100):
-        (incident,) = found
+        (incident,) = judged(found)
         assert incident.reason == "SDC_ALLTOALL"
         assert incident.peer_group == tuple(sorted((faulty, partner)))
         assert {receiver for _, receiver in incident.evidence["damaged"]} == {faulty}

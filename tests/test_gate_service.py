@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,7 +14,8 @@ from scout_core.decision.labels import Choice, Failure, Label, Outcome
 from scout_core.errors import ScoutError
 from scout_core.evidence.exchange import LocalExchange, LocalHall, run_threads
 from scout_core.integration.gate_service import GateService
-from scout_core.integration.manifest import read_manifest
+from scout_core.integration.manifest import Share, problems, read_manifest
+from scout_core.integration.places import copy_share
 from scout_core.integration.saves import Job, Purge
 from scout_core.integration.trust_record import TrustStore
 
@@ -358,6 +360,26 @@ def test_a_pin_set_while_the_job_runs_keeps_the_next_purge_away(tmp_path: pathli
     assert "step-1" not in removed
     assert "step-2" in removed
     assert 1 in labels(tmp_path)
+
+
+def test_a_checkpoint_that_moves_takes_its_signatures_and_its_manifest_along(
+    tmp_path: pathlib.Path,
+) -> None:
+    def body(service: GateService) -> None:
+        save(service, 1)
+        service.drain()
+        source, target = tmp_path / "step-1", tmp_path / "moved"
+        copy_share(source, target, Share(service.rank, service.num_ranks))
+        assert service.first_error("copied", "") == ""
+        service.moved(str(source), str(target), shutil.rmtree)
+
+    with_service(tmp_path, body)
+    assert not (tmp_path / "step-1").exists()
+    entry = TrustStore(tmp_path).load().entry("moved")
+    assert entry is not None
+    assert entry.is_signed
+    assert read_manifest(tmp_path / "moved") == (1, entry.saved, entry.files)
+    assert problems(tmp_path / "moved", entry.files) == []
 
 
 def test_a_checkpoint_that_a_person_drops_leaves_every_ranks_gate(tmp_path: pathlib.Path) -> None:

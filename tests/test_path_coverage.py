@@ -231,11 +231,13 @@ def test_a_queued_vector_that_is_retired_is_skipped() -> None:
     assert coverage.cycle_done
 
 
-def test_a_postponed_representative_comes_last() -> None:
+def test_a_representative_that_is_passed_over_has_had_its_turn() -> None:
     coverage = PathCoverage(build_catalog(map(exact_observation, [1, 2, 3])), exact_observation)
-    coverage.postpone(1)
-    coverage.postpone(7)  # not one of them
-    assert coverage.plan(3) == (2, 3, 1)
+    coverage.pass_over(1)
+    coverage.pass_over(7)  # not one of them
+    assert coverage.plan(3) == (2, 3)
+    coverage.refill()
+    assert coverage.plan(3) == (2, 3)  # these have not had theirs
 
 
 def test_rows_that_nobody_knows_are_skipped() -> None:

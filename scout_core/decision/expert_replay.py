@@ -5,8 +5,10 @@ plan the same replays without a coordinator; only the accounting of executed row
 
 # Note [Cycle of an expert class]
 The checkpoint gate counts each representative as a recipe, and one more: the rows that training
-executed and no representative covers. That one is accepted when everything that waited as the cycle
-began has been replayed; it then speaks for the steps up to that beginning, not for later ones.
+executed and no representative covers. Representatives take turns in a ring, whatever their replays
+come to, so none waits longer than one round. The executed rows have cycles of their own: one ends
+when everything that waited as it began has been replayed and agreed upon. It then speaks for the
+steps up to that beginning, not for later ones.
 """
 
 from __future__ import annotations
@@ -58,10 +60,10 @@ class Planned(NamedTuple):
 
 
 class Cycle(NamedTuple):
-    """How far this rank is in its cycle; the job is as far as the last of its ranks."""
+    """How far this rank is in the cycle of executed rows; the job is as far as its last rank."""
 
     done: bool
-    """Everything that was due at its start has been replayed, and no executed row was lost."""
+    """Everything that waited as it began has been replayed."""
     empty: bool
     """Nothing waits now."""
     lost: bool
@@ -81,7 +83,7 @@ class ExpertReplays:
         slots: int,
         lookups_per_step: int | None = None,
     ) -> None:
-        """Begin the first cycle.
+        """Begin without executed rows.
 
         Args:
             name: the path class.
@@ -139,7 +141,7 @@ class ExpertReplays:
         return self._coverage.queue[:most]
 
     def plan(self, queues: Sequence[Sequence[Shape]]) -> tuple[Planned, ...]:
-        """Return the replays of one check, the same on every rank.
+        """Return the replays of one check, the same on every rank; call it once per check.
 
         Args:
             queues: what `waiting` returned, of all ranks in rank order.
@@ -154,6 +156,7 @@ class ExpertReplays:
         def turn(shape: Shape) -> tuple[int, int, tuple[int, ...]]:
             return self._failed.get(shape, 0), place[shape], order(shape)
 
+        self._coverage.refill()
         first = sorted(place.keys() - self._retired, key=turn)[:MOST_COMPARED]
         agreed = sorted(agree_queue([first], self._observe), key=turn)
         planned = dict.fromkeys(self._coverage.plan(self._slots, agreed))
@@ -174,7 +177,7 @@ class ExpertReplays:
             self._coverage.on_clean_replay(planned.shape, step)
         else:
             self._failed[planned.shape] = self._failed.get(planned.shape, 0) + 1
-            self._coverage.postpone(planned.shape)
+            self._coverage.pass_over(planned.shape)
 
     def retire(self, planned: Planned) -> None:
         """Never replay a shape again, because its replay cannot be compared."""
@@ -186,7 +189,7 @@ class ExpertReplays:
     def cycle(self) -> Cycle:
         """How far this rank is."""
         lost = self.shares.skipped > self._skipped
-        return Cycle(self._coverage.cycle_done, not self.shares.queued, lost)
+        return Cycle(not self._coverage.owes, not self.shares.queued, lost)
 
     def next_cycle(self, step: int, empty: bool) -> int:
         """Begin a cycle on all ranks together; return the last step that the finished one proves.
@@ -196,9 +199,19 @@ class ExpertReplays:
             empty: nothing waits on any rank.
         """
         proven = step if empty else self._began
-        self._coverage.start_cycle()
+        self._coverage.owe()
         self._began, self._skipped = step, self.shares.skipped
         return proven
+
+    def begin_sweep(self, step: int) -> None:
+        """Owe every representative and everything that waits now."""
+        self._coverage.start_cycle()
+        self._began, self._skipped = step, self.shares.skipped
+
+    @property
+    def swept(self) -> bool:
+        """Everything that a sweep owed has been replayed."""
+        return self._coverage.cycle_done
 
     @property
     def _representatives(self) -> tuple[Shape, ...]:

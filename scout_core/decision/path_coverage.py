@@ -123,10 +123,25 @@ class PathCoverage:
         """
         return not self._due and not self._owed
 
+    @property
+    def owes(self) -> bool:
+        """Whether a vector still waits that waited when the cycle began."""
+        return bool(self._owed)
+
     def start_cycle(self) -> None:
         """Begin a cycle: every representative is due, and everything that waits now is owed."""
+        self._due = {}
+        self.refill()
+        self.owe()
+
+    def refill(self) -> None:
+        """Let the representatives take turns again, once each has had its own."""
         representatives = self._catalog.representatives if self._catalog else ()
-        self._due = dict.fromkeys(r for r in representatives if r not in self._retired)
+        if not self._due:
+            self._due = dict.fromkeys(r for r in representatives if r not in self._retired)
+
+    def owe(self) -> None:
+        """Owe what waits now, and nothing that comes later."""
         self._owed = set(self._waiting)
 
     def on_step(self, step: int, shapes: Iterable[Shape]) -> None:
@@ -180,11 +195,9 @@ class PathCoverage:
             self._exact_work += self._waiting.pop(waiting).work
             self._owed.discard(waiting)
 
-    def postpone(self, shape: Shape) -> None:
-        """Put a representative whose replay came to nothing behind the others of its cycle."""
-        if shape in self._due:
-            del self._due[shape]
-            self._due[shape] = None
+    def pass_over(self, shape: Shape) -> None:
+        """Go on to the next representative, although the replay of this one came to nothing."""
+        self._due.pop(shape, None)
 
     def retire(self, shape: Shape) -> None:
         """Never replay a shape again; what it alone would cover is skipped from now on."""

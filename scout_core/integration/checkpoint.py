@@ -75,6 +75,7 @@ class GatedCheckpoint:
         self._save_timeout_s = save_timeout_s
         self._phase = phase
         self._running: list[Outcome] = []
+        self._closed = False
         self._memory = shared_folder(service, config.memory_dir, emit)
         if service.rank == 0:
             for folder in self._folders():
@@ -191,10 +192,13 @@ class GatedCheckpoint:
             return self._restore(failure, state_dict, sweep, start_over, accept_uncertified)
 
     def close(self, planned: bool = True) -> None:
-        """End the run; after a planned stop the next one goes on from the latest checkpoint.
+        """End the run, once; after a planned stop the next one goes on from the latest checkpoint.
 
         The latest is copied from memory to disk then, and the memory is given back.
         """
+        if self._closed:
+            return
+        self._closed = True
         if planned and not self.service.broken:
             with self._phase("checkpoint"):
                 self.wait()
@@ -267,11 +271,14 @@ class GatedCheckpoint:
             self._emit("not_restored", entries=sorted(self.restored))
 
     def _persist(self, wanted: Iterable[Saved | None]) -> None:
-        for saved in wanted:
-            if saved is not None and saved.path is not None and self._is_in_memory(saved.path):
-                why = self._persist_one(pathlib.Path(saved.path))
-                if why:
-                    self._emit("not_persisted", path=saved.path, why=why)
+        paths = [saved.path for saved in wanted if saved is not None and saved.path is not None]
+        in_memory = [path for path in paths if self._is_in_memory(path)]
+        if in_memory:
+            self.service.drain()  # the signatures go along
+        for path in in_memory:
+            why = self._persist_one(pathlib.Path(path))
+            if why:
+                self._emit("not_persisted", path=path, why=why)
 
     def _persist_one(self, source: pathlib.Path) -> str:
         """Copy a checkpoint from memory to disk, each rank its share; say why not, if not."""
@@ -283,9 +290,7 @@ class GatedCheckpoint:
             error = try_files(lambda: self._complete(target))
             why = self.service.first_error("persisted", error)
         if not why:
-            self.service.moved(str(source), str(target))
-            if self.service.rank == 0:
-                shutil.rmtree(source)
+            self.service.moved(str(source), str(target), shutil.rmtree)
         return why
 
     def _folders(self) -> list[pathlib.Path]:

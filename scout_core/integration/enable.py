@@ -24,8 +24,8 @@ from scout_core.integration.hang_watch import HangWatch
 from scout_core.integration.job_facts import device_name
 from scout_core.integration.models import Patterns
 from scout_core.integration.pytorch import PyTorch
-from scout_core.integration.session import Callback, Session, print_line
-from scout_core.report.events import RunDir
+from scout_core.integration.session import Callback, Session
+from scout_core.report.events import RunDir, print_line
 
 _starts = itertools.count()  # keys of the job's store are used once
 

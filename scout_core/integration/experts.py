@@ -120,10 +120,10 @@ class Experts:
         Ends before that when replays keep coming to nothing.
         """
         replays = self._replays(recipe)
-        replays.next_cycle(step, empty=False)
+        replays.begin_sweep(step)
         for _ in range(2 * replays.cycle_checks + MOST_TOLD):
             yield from self.plan(recipe, was_called=True)
-            if not any(self._exchange.all_reduce_max([not replays.cycle.done])):
+            if not any(self._exchange.all_reduce_max([not replays.swept])):
                 return
 
     def on_result(self, recipe: str, planned: Planned, step: int, clean: bool) -> None:

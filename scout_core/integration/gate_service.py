@@ -26,7 +26,7 @@ from scout_core.integration import manifest
 from scout_core.integration.agreement import Agreement, Part
 from scout_core.integration.manifest import Share
 from scout_core.integration.record_keeper import Emit, Signer, open_record
-from scout_core.integration.saves import Chosen, Ended, Job, Pending, Plan, Purge
+from scout_core.integration.saves import Chosen, Ended, Job, Pending, Plan, Purge, RemoveFiles
 from scout_core.integration.trust_record import TrustStore
 
 FAILURE_VARIABLE = "SCOUT_FAILURE"
@@ -279,14 +279,18 @@ class GateService:
         slots = (gate.latest, gate.candidate, gate.verified, gate.uncertified)
         return any(saved is not None and saved.path == name for saved in slots)
 
-    def moved(self, path: str, new_path: str) -> None:
-        """A checkpoint was copied to `new_path` and counts there; called on all ranks."""
+    def moved(self, path: str, new_path: str, remove_files: RemoveFiles) -> None:
+        """A checkpoint was copied to `new_path` and counts there; called on all ranks.
+
+        Args:
+            remove_files: deletes the former files, when nothing of rank 0 uses them any more.
+        """
         old, new = self.name(path), self.name(new_path)
         for saved in (self._gate.latest, self._gate.candidate):
             if saved is not None and saved.path == old:
                 self._gate.on_moved(saved.step, old, new)
         if self._keeper is not None:
-            self._keeper.moved(old, new)
+            self._keeper.moved(old, new, remove_files)
         self._write()
 
     def name(self, path: str | os.PathLike[str]) -> str:

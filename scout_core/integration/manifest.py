@@ -39,12 +39,12 @@ ALL = Share()
 
 
 def list_files(folder: pathlib.Path) -> tuple[File, ...]:
-    """List names and sizes, sorted by name, without signatures.
+    """List names and sizes, sorted by name, without signatures and without the manifest itself.
 
     Raises:
         OSError: the folder cannot be read.
     """
-    paths = [path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST]
+    paths = [path for path in folder.rglob("*") if MANIFEST not in path.name and path.is_file()]
     return tuple(
         File(path.relative_to(folder).as_posix(), path.stat().st_size) for path in sorted(paths)
     )

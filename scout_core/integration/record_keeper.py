@@ -145,13 +145,7 @@ class RecordKeeper:
         known = {file.name: file for file in signed}
         files = tuple(known.get(file.name, file) for file in entry.files)
         self.record = self.record.changed(path, files=files)
-        entry = replace(entry, files=files)
-        if entry.is_signed:
-            folder = self.folder(path)
-            self._background.start(
-                f"write the manifest of {path}",
-                functools.partial(_write_manifest, folder, entry),
-            )
+        self._leave_manifest(replace(entry, files=files))
 
     def abandon(self, newer_than: int) -> None:
         """The job went back to a step."""
@@ -161,9 +155,13 @@ class RecordKeeper:
         """Give a checkpoint a label that no gate changes."""
         self.record = self.record.changed(path, label=label, why=why)
 
-    def moved(self, path: str, new_path: str) -> None:
-        """A checkpoint lies somewhere else now, with the same content."""
+    def moved(self, path: str, new_path: str, remove_files: RemoveFiles) -> None:
+        """A checkpoint was copied; its former files are deleted once the record names the new."""
         self.record = self.record.changed(path, path=new_path)
+        self._doomed.append((path, remove_files))
+        entry = self.record.entry(new_path)
+        if entry is not None:
+            self._leave_manifest(entry)
 
     def write(
         self,
@@ -202,8 +200,15 @@ class RecordKeeper:
         if purge is None:
             return merged
         gone = [entry.path for entry in trust.purgeable(merged, purge.keep_last)]
-        self._doomed = [(path, purge.remove_files) for path in gone]
+        self._doomed += [(path, purge.remove_files) for path in gone]
         return merged.without(gone)
+
+    def _leave_manifest(self, entry: Entry) -> None:
+        if entry.is_signed:
+            self._background.start(
+                f"write the manifest of {entry.path}",
+                functools.partial(_write_manifest, self.folder(entry.path), entry),
+            )
 
     def _delete_doomed(self) -> None:
         for path, remove_files in self._doomed:

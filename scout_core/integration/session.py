@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import functools
 import os
-import sys
 import traceback
 import weakref
 from collections.abc import Callable, Mapping
@@ -233,11 +232,18 @@ class Session:
         """Take this away, too, when the session is closed; the last one comes first."""
         self._undo.append(undo)
 
-    def close(self) -> None:
-        """Take every hook away and give SCOUT's groups back; training can go on."""
+    def close(self, planned: bool = True) -> None:
+        """Take every hook away and give SCOUT's groups back; training can go on.
+
+        Args:
+            planned: the job ends as it should, so that its next start goes on from the latest
+                checkpoint; collective then, if a folder of checkpoints is open.
+        """
         if self._closed:
             return
         self._closed = True
+        if self._checkpoint is not None:
+            self._guarded(functools.partial(self._checkpoint.close, planned))()
         self._checker.let_go()
         for undo in reversed(self._undo):
             undo()
@@ -271,7 +277,7 @@ class Session:
     ) -> None:
         if error is not None and self.hang is not None:
             self.hang.fail(error)
-        self.close()
+        self.close(planned=error is None)
 
     def _make_probe(self, devices: Mapping[int, str]) -> Probe | None:
         if not self._config.communication.probe_interval_steps:
@@ -330,19 +336,23 @@ class Session:
 
     def _on_incident(self, incident: Incident) -> Incident:
         """Report a new fault, and add which checkpoint to restart from."""
-        try:
-            incident = self._gate.answer(incident)
-        except Exception as error:  # noqa: BLE001 -- guard: a site's recovery
-            self._emit("recovery_failed", everywhere=True, error=repr(error))
+        known = [incident]
+        self._call_out("recovery_failed", lambda: known.append(self._gate.answer(incident)))
+        incident = known[-1]
         if self._exchange.rank == 0:
             self._run_dir.report(incident)
             self._console(f"scout: {incident.kind.value}: {incident.message}")
         if self._callback is not None:
-            try:
-                self._callback(incident)
-            except Exception as error:  # noqa: BLE001 -- guard: a user's callback
-                self._emit("callback_failed", everywhere=True, error=repr(error))
+            self._call_out("callback_failed", functools.partial(self._callback, incident))
+        self._call_out("recovery_failed", functools.partial(self._gate.act, incident))
         return incident
+
+    def _call_out(self, event: str, work: Callable[[], object]) -> None:
+        """Guard of the user's and the site's code: an exception is an event, SystemExit goes on."""
+        try:
+            work()
+        except Exception as error:  # noqa: BLE001 -- guard: code that is not SCOUT's
+            self._emit(event, everywhere=True, error=repr(error))
 
     def _guarded(self, hook: Callable[[], None]) -> Callable[[], None]:
         """The guard at the boundary to training: nothing raises through it."""
@@ -391,11 +401,3 @@ def _say_end(session: weakref.ref[Session]) -> None:
     living = session()
     if living is not None:
         living.say_end()
-
-
-def print_line(line: str) -> None:
-    """Print to stderr at once; never raises, even when the stream is closed."""
-    try:
-        print(line, file=sys.stderr, flush=True)
-    except (OSError, ValueError):
-        return

@@ -16,7 +16,7 @@ from scout_core.integration.checker import Told
 from scout_core.integration.checkpoint import GatedCheckpoint, Manager, Phase, open_checkpoint
 from scout_core.integration.gate_service import GateService
 from scout_core.integration.record_keeper import Emit
-from scout_core.integration.recovery import Recovery, recover
+from scout_core.integration.recovery import Recovery, act, answer
 from scout_core.integration.restore_state import TrainingState
 from scout_core.integration.saves import Job
 from scout_core.integration.session_coverage import SessionCoverage
@@ -80,13 +80,17 @@ class SessionGate:
         self.service.record(step, told.recipe, told.outcome, identities, told.proven_step)
 
     def answer(self, incident: Incident) -> Incident:
-        """Say which checkpoint to restart from, and let the site's recovery act.
+        """Say which checkpoint to restart from; the site's recovery takes note."""
+        return answer(self._recovery or _Watching(), incident, self.service or _NoGate())
+
+    def act(self, incident: Incident) -> None:
+        """Let the site's recovery do what the incident asks for.
 
         Raises:
             SystemExit: the recovery ends this process.
         """
-        gate = self.service or _NoGate()
-        return recover(self._recovery or _Watching(), incident, gate)
+        if self._recovery is not None:
+            act(self._recovery, incident)
 
     def close(self) -> None:
         """Wait for background work."""

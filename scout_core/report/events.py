@@ -77,6 +77,14 @@ class RunDir:
             print(f"scout: run_dir={self.path} cannot be written: {error}", file=sys.stderr)
 
 
+def print_line(line: str) -> None:
+    """Print to stderr at once; never raises, even when the stream is closed."""
+    try:
+        print(line, file=sys.stderr, flush=True)
+    except (OSError, ValueError):
+        return
+
+
 def now() -> str:
     """UTC time, ISO 8601, milliseconds."""
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")

@@ -19,7 +19,8 @@ from megatron.training.checkpointing import get_checkpoint_name
 from scout_core.decision.labels import Choice, Failure, Label
 from scout_core.integration.gate_service import GateService
 from scout_core.integration.restoring import no_trusted_checkpoint, restore
-from scout_core.integration.session import Session, print_line
+from scout_core.integration.session import Session
+from scout_core.report.events import print_line
 
 _NOT_TAKEN = (Label.CONDEMNED, Label.REFUSED)
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from scout_core.integration import enable
 from scout_core.integration.counters import counters
-from scout_core.integration.session import print_line
+from scout_core.report.events import print_line
 from scout_megatron.attachment import framework_of
 from scout_megatron.checkpoints import CheckpointGate
 from scout_megatron.options import config_of
