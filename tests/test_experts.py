@@ -113,6 +113,16 @@ def test_calls_are_counted_but_not_those_of_scout(compiled: str) -> None:
     assert other is None
 
 
+def test_a_call_on_a_device_is_logged_without_reading_it() -> None:
+    def body(rank: Rank, number: int) -> Any:
+        # Tensors of the meta device have no values: whoever reads one raises.
+        rank.stage(torch.zeros(7, 2, device="meta"), torch.tensor([3, 4], device="meta"))
+        log = rank.experts._logs[NAME]
+        return log.seen, rank.errors, rank.experts.counting
+
+    assert on(1, body) == [(1, [], True)]
+
+
 def test_calls_that_no_hook_sees_are_said_once_and_leave_the_catalogue() -> None:
     def body(rank: Rank, number: int) -> Any:
         if number == 0:
