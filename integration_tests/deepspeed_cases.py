@@ -7,9 +7,16 @@ import pathlib
 from dataclasses import dataclass, field
 from typing import Any
 
-from scout_core.decision.incident import Incident
+from scout_core.decision.incident import Incident, Kind
 from scout_core.lab.faults import FaultAt
 
+PRELOADED = (
+    "integration_tests.deepspeed_server",
+    "integration_tests.deepspeed_jobs",
+    "integration_tests.moe_jobs",
+)
+"""What the fork server of these tests imports. A pytest process has one, and the last call of
+`preload` before its start counts, so all files name the same."""
 CONFIGS = pathlib.Path(__file__).parent.parent / "configs" / "deepspeed"
 SCOUT: dict[str, Any] = {
     "interval_steps": 1,
@@ -49,6 +56,8 @@ class Options:
     scout: dict[str, Any] | None = None
     """Fields of the block; None trains without a block."""
     steps: int = 4
+    until: Kind | None = None
+    """End before that, with the first incident of this kind."""
     seed: int = 0
     faults: tuple[FaultAt, ...] = ()
     inside: str = ""

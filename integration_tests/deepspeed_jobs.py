@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import hashlib
 import json
 import os
 import pathlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import deepspeed
@@ -23,7 +24,8 @@ from scout_deepspeed.masters import owned_masters
 from torch import nn
 
 from integration_tests import deepspeed_models as models
-from integration_tests.deepspeed_cases import CONFIGS, Layout, Options, Result
+from integration_tests.deepspeed_cases import CONFIGS, SCOUT, Layout, Options, Result
+from scout_core.decision.incident import Incident
 from scout_core.errors import ScoutError
 from scout_core.lab.faults import Corruption, FaultAt, flip_bit
 from scout_core.lab.injection import Target, inject
@@ -115,6 +117,8 @@ def train(rank: int, layout: Layout, options: Options) -> Result:
             if fault.rank == rank and fault.step == step:
                 apply(fault, engine, options.inside)
         losses += step_once(layout, engine, data)
+        if session and any(i.kind is options.until for i in session.incidents()):
+            break  # on all ranks: each learns all incidents
     found = (
         {
             "checks": session.check_count,
@@ -211,28 +215,42 @@ def digest(tensors: list[torch.Tensor]) -> str:
 
 
 def refusals(rank: int, blocks: list[Any]) -> list[str]:
-    """What `deepspeed.initialize` says to each block."""
-    said = []
-    for block in blocks:
-        config = config_of(Layout("zero1.json", 1), None) | {"scout": block}
-        try:
-            build(Layout("zero1.json", 1), config, Options())
-        except ScoutError as error:
-            said.append(str(error))
-    return said
+    """What `deepspeed.initialize` says to each block, and to an engine that cannot train."""
+    layout = Layout("zero1.json", 1)
+    plain = config_of(layout, None)
+    said = [
+        _refusal(functools.partial(build, layout, plain | {"scout": block}, Options()))
+        for block in blocks
+    ]
+    config = {"train_micro_batch_size_per_gpu": 2, "scout": {**SCOUT, "enabled": True}}
+    engine = functools.partial(deepspeed.initialize, model=GPT(GPTConfig()), config=config)
+    return [*said, _refusal(engine)]
 
 
-def skip_steps(rank: int, layout: Layout, options: Options) -> tuple[int, int, int, list[str]]:
+def _refusal(work: Callable[[], object]) -> str:
+    try:
+        work()
+    except ScoutError as error:
+        return str(error)
+    return "no error"
+
+
+def skip_steps(
+    rank: int, layout: Layout, options: Options
+) -> tuple[int, int, int, list[str], list[Incident]]:
     """Train with two steps whose gradients are infinite; DeepSpeed skips their updates."""
     engine = build(layout, config_of(layout, options.scout, options.run_dir), options)
     data = batches(layout, engine, options.seed)
     for step in range(options.steps):
+        for fault in options.faults:
+            if fault.rank == rank and fault.step == step:
+                apply(fault, engine, options.inside)
         for _ in range(engine.gradient_accumulation_steps()):
             engine.backward(loss_of(engine, *next(data)) * (torch.inf if step in (1, 2) else 1.0))
             engine.step()
     session = engine.scout
-    gaps = list(session.coverage().not_covered)
-    return engine.skipped_steps, session.step_count, session.check_count, gaps
+    gaps, found = list(session.coverage().not_covered), session.incidents()
+    return engine.skipped_steps, session.step_count, session.check_count, gaps, found
 
 
 def close_early(rank: int, layout: Layout, options: Options) -> tuple[int, list[str]]:
@@ -265,6 +283,7 @@ def save_under_the_gate(rank: int, layout: Layout, options: Options) -> dict[str
             apply(fault, engine, options.inside)
     while not engine.scout.incidents() and engine.global_steps < 60:
         step_once(layout, engine, data)
+    seen["incidents"] = engine.scout.incidents()
     seen["saved"] = engine.save_checkpoint(str(folder))
     engine.destroy()
     seen["at_end"] = _read(folder / "latest")
@@ -291,15 +310,24 @@ def load_by_the_gate(
     return pathlib.Path(path).parent.name, loaded, steps, engine.scout.step_count, clean
 
 
-def save_and_end(rank: int, layout: Layout, options: Options) -> tuple[str | None, str | None]:
-    """Save once, long before a proof, and end as planned; what `latest` names before and after."""
+def save_and_end(rank: int, layout: Layout, options: Options) -> tuple[str | None, str | None, str]:
+    """Save once, long before a proof, and end as planned.
+
+    Returns:
+        What `latest` names before and after the end, and what loading a universal checkpoint says.
+    """
     engine = build(layout, config_of(layout, options.scout, options.run_dir), options)
     folder = pathlib.Path(options.run_dir) / "checkpoints"
     step_once(layout, engine, batches(layout, engine, options.seed))
     engine.save_checkpoint(str(folder))
-    before = _read(folder / "latest")
+    before, said = _read(folder / "latest"), ""
+    engine._config.load_universal_checkpoint = True
+    try:
+        engine.load_checkpoint(str(folder))
+    except ValueError as error:
+        said = str(error)
     engine.destroy()
-    return before, _read(folder / "latest")
+    return before, _read(folder / "latest"), said
 
 
 def _read(path: pathlib.Path) -> str | None:

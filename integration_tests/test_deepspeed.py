@@ -18,6 +18,7 @@ import pytest
 from integration_tests.deepspeed_cases import (
     EVERYTHING,
     LAYOUTS,
+    PRELOADED,
     SCOUT,
     VARIANTS,
     Layout,
@@ -37,7 +38,7 @@ pytestmark = [
         importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed"
     ),
 ]
-preload(["integration_tests.deepspeed_server", "integration_tests.deepspeed_jobs"])
+preload(PRELOADED)
 
 QUIET = {**SCOUT, "kappa": 1e6}  # replays of a millisecond on shared cores: time is not judged
 STALL_S = 2.0
@@ -78,26 +79,6 @@ def test_scout_changes_no_bit_of_training(name: str, tmp_path: pathlib.Path) -> 
         assert with_scout.incidents == []
         assert with_scout.not_covered == ()
         assert with_scout.checks == with_scout.steps == 4
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_a_rank_that_computes_wrongly_is_named(name: str, tmp_path: pathlib.Path) -> None:
-    layout, draw = LAYOUTS[name], drawn()
-    fault = FaultAt(
-        draw.choice(["sdc", "gradient"]),
-        draw.randrange(layout.ranks),
-        step=draw.randrange(2),
-        layer=draw.randrange(layers_of(layout)),
-        surface=Surface.OUTPUT,
-        magnitude=draw.choice([Magnitude.MID_BIT, Magnitude.EXPONENT, Magnitude.SIGN]),
-        seed=draw.randrange(1 << 16),
-    )
-    options = Options(QUIET, steps=fault.step + 5, faults=(fault,), run_dir=str(tmp_path))
-    for result in on_ranks(layout, options):
-        assert named(result.incidents, Kind.SDC) == {fault.rank}
-        (incident,) = result.incidents
-        assert incident.status is Status.ATTRIBUTED
-        assert incident.peer_group == layout.peers_of(fault.rank)
 
 
 @pytest.mark.parametrize(
@@ -144,8 +125,14 @@ def test_a_rank_that_stands_still_is_named_and_the_others_are_victims(
 def test_a_slow_rank_is_named(name: str, tmp_path: pathlib.Path) -> None:
     layout, draw = LAYOUTS[name], drawn()
     slow = FaultAt("straggler", draw.randrange(layout.ranks), step=1, percent=300.0)
-    scout = {**SCOUT, "timing_repeats": 4}
-    options = Options(scout, steps=9, faults=(slow,), width=96, run_dir=str(tmp_path))
+    options = Options(
+        {**SCOUT, "timing_repeats": 4},
+        steps=12,
+        until=Kind.STRAGGLER,
+        faults=(slow,),
+        width=96,
+        run_dir=str(tmp_path),
+    )
     for result in on_ranks(layout, options):
         assert named(result.incidents, Kind.STRAGGLER) == {slow.rank}
         assert named(result.incidents, Kind.SDC) == set()
@@ -199,9 +186,10 @@ BAD_BLOCKS = {
 
 def test_initialize_refuses_a_bad_block_with_one_error_that_names_the_key() -> None:
     for said in run_ranks(2, run, "refusals", list(BAD_BLOCKS.values()), timeout_s=60):
-        assert len(said) == len(BAD_BLOCKS)
-        for expected, text in zip(BAD_BLOCKS, said, strict=True):
+        *of_blocks, of_engine = said
+        for expected, text in zip(BAD_BLOCKS, of_blocks, strict=True):
             assert expected in text
+        assert "the engine has no optimizer" in of_engine
 
 
 def test_ulysses_with_a_mesh_keeps_sequence_partners_apart(tmp_path: pathlib.Path) -> None:
@@ -215,12 +203,18 @@ def test_ulysses_with_a_mesh_keeps_sequence_partners_apart(tmp_path: pathlib.Pat
         assert incident.peer_group == layout.peers_of(fault.rank)
 
 
-def test_steps_that_overflow_are_checked_and_retire_no_recipe(tmp_path: pathlib.Path) -> None:
+def test_steps_that_overflow_are_checked_like_others_and_retire_no_recipe(
+    tmp_path: pathlib.Path,
+) -> None:
     overflow = {"bf16": {"enabled": True, "check_grad_overflow": True}}
-    layout = replace(LAYOUTS["zero2"], ranks=3, overrides=overflow)
-    options = Options(QUIET, steps=5, run_dir=str(tmp_path))
-    for skipped, steps, checks, gaps in run_ranks(3, run, "skip_steps", layout, options):
+    layout, draw = replace(LAYOUTS["zero2"], ranks=3, overrides=overflow), drawn()
+    # The lowest bit of a master, which its parameter does not show, in a step without an update.
+    flip = {"magnitude": Magnitude.LOW_BIT, "seed": draw.randrange(1 << 16)}
+    fault = FaultAt("master", draw.randrange(3), step=draw.choice([1, 2]), **flip)
+    options = Options(QUIET, steps=5, faults=(fault,), run_dir=str(tmp_path))
+    for skipped, steps, checks, gaps, found in run_ranks(3, run, "skip_steps", layout, options):
         assert (skipped, steps, checks, gaps) == (2, 5, 5, [])
+        assert [(i.reason, i.culprit_ranks) for i in found] == [("SDC_AT_REST", (fault.rank,))]
 
 
 @pytest.mark.parametrize("name", ["zero3", "pipeline"])
@@ -247,23 +241,35 @@ CERTIFIABLE = ("zero1", "zero2", "pipeline", "autotp", "moe", "ulysses")
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_latest_names_only_proven_checkpoints_and_a_restart_loads_them(
+def test_a_wrong_rank_is_named_latest_names_only_a_proven_checkpoint_and_a_restart_loads_it(
     name: str, tmp_path: pathlib.Path
 ) -> None:
     layout, draw = LAYOUTS[name], drawn()
-    fault = FaultAt("sdc", draw.randrange(layout.ranks), step=0, magnitude=Magnitude.SIGN)
+    fault = FaultAt(
+        draw.choice(["sdc", "gradient"]),
+        draw.randrange(layout.ranks),
+        step=0,
+        layer=draw.randrange(layers_of(layout)),
+        surface=Surface.OUTPUT,
+        magnitude=draw.choice([Magnitude.MID_BIT, Magnitude.EXPONENT, Magnitude.SIGN]),
+        seed=draw.randrange(1 << 16),
+    )
     options = Options(QUIET, faults=(fault,), run_dir=str(tmp_path))
     jobs = run_ranks(layout.ranks, run, "save_under_the_gate", layout, options, timeout_s=170)
     proven = jobs[0]["latest"][-1]
     for job in jobs:
         assert job["latest"][:-1] == [None] * (len(job["latest"]) - 1)
+        (incident,) = job["incidents"]
+        assert (incident.kind, incident.status) == (Kind.SDC, Status.ATTRIBUTED)
+        assert incident.culprit_ranks == (fault.rank,)
+        assert incident.peer_group == layout.peers_of(fault.rank)
         assert (job["latest"][-1], job["at_end"], job["saved"]) == (proven, proven, False)
     accepting = Options(
         {**QUIET, "accept_uncertified": name not in CERTIFIABLE}, run_dir=str(tmp_path)
     )
     body = ("load_by_the_gate", layout, accepting, "sdc")
     step = int(proven.removeprefix("global_step"))
-    for job, told in zip(jobs, run_ranks(layout.ranks, run, *body, timeout_s=120), strict=True):
+    for job, told in zip(jobs, run_ranks(layout.ranks, run, *body, timeout_s=170), strict=True):
         assert told == (proven, job["held"][proven], step, step + 2, True)
 
 
@@ -271,25 +277,29 @@ def test_a_planned_end_names_the_newest_checkpoint_that_nothing_speaks_against(
     tmp_path: pathlib.Path,
 ) -> None:
     layout, options = replace(LAYOUTS["zero3"], ranks=3), Options(QUIET, run_dir=str(tmp_path))
-    ended = run_ranks(3, run, "save_and_end", layout, options, timeout_s=60)
-    assert ended[0] == (None, "global_step1")
+    ended = run_ranks(3, run, "save_and_end", layout, options, timeout_s=100)
+    assert ended[0][:2] == (None, "global_step1")
+    for _, _, universal in ended:
+        assert "latest_universal does not exist" in universal  # DeepSpeed's word: it is not gated
     body = ("load_by_the_gate", layout, options, "")  # the record knows of the planned end
-    for name, _, steps, after, clean in run_ranks(3, run, *body, timeout_s=60):
-        assert (name, steps, after, clean) == ("global_step1", 1, 3, True)
+    for name, _, steps, trained, clean in run_ranks(3, run, *body, timeout_s=100):
+        assert (name, steps, trained, clean) == ("global_step1", 1, 3, True)
 
 
 SCRIPT = pathlib.Path(__file__).with_name("deepspeed_script.py")
 
 
-def write_config(folder: pathlib.Path, scout: dict[str, object]) -> pathlib.Path:
+def write_config(folder: pathlib.Path, has_block: bool = True) -> pathlib.Path:
     """A configuration as a user writes it."""
     path = folder / "ds_config.json"
-    config = {
+    config: dict[str, object] = {
         "train_micro_batch_size_per_gpu": 8,
         "bf16": {"enabled": True},
         "zero_optimization": {"stage": 2},
-        "scout": {"enabled": True, "interval_steps": 2, "run_dir": str(folder / "run"), **scout},
     }
+    if has_block:
+        run_dir = str(folder / "run")
+        config["scout"] = {"enabled": True, "interval_steps": 2, "run_dir": run_dir}
     path.write_text(json.dumps(config))
     return path
 
@@ -313,7 +323,7 @@ def torchrun(folder: pathlib.Path, module: Sequence[str], config: pathlib.Path) 
 
 
 def test_an_unchanged_script_needs_only_the_block_and_the_launcher(tmp_path: pathlib.Path) -> None:
-    config = write_config(tmp_path, {})
+    config = write_config(tmp_path)
     armed = torchrun(tmp_path, ["-m", "scout_deepspeed.run"], config)
     plain = torchrun(tmp_path, [], config)
     assert "scout: deepspeed, 1 peer group(s) of 3 can attribute" in armed
@@ -329,23 +339,32 @@ IMPORT_FIRST = (
 
 
 @pytest.mark.parametrize(
-    ("way", "environment"), [(["-c", IMPORT_FIRST], {}), ([], {"SCOUT_AUTOLOAD": "1"})]
+    ("way", "environment", "has_block"),
+    [
+        (["-c", IMPORT_FIRST], {}, True),
+        ([], {"SCOUT_AUTOLOAD": "1"}, True),
+        ([], {"SCOUT_AUTOLOAD": "1"}, False),
+    ],
 )
-def test_an_import_or_torchs_autoload_arms_too(
-    way: list[str], environment: dict[str, str], tmp_path: pathlib.Path
+def test_an_import_or_torchs_autoload_arms_too_and_only_a_block_starts_anything(
+    way: list[str], environment: dict[str, str], has_block: bool, tmp_path: pathlib.Path
 ) -> None:
     place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     port = {"MASTER_PORT": str(free_port()), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    config, losses = write_config(tmp_path, {}), tmp_path / "losses.json"
+    config, losses = write_config(tmp_path, has_block), tmp_path / "losses.json"
     done = subprocess.run(
         [sys.executable, *way, str(SCRIPT), str(config), str(losses)],
         env={**os.environ, **place, **port, **environment},
+        cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=150,
         check=True,
     )
-    assert "scout: deepspeed, 1 peer group(s) of 1" in done.stderr
+    assert ("scout: deepspeed, 1 peer group(s) of 1" in done.stderr) is has_block
+    assert ("scout:" in done.stderr) is has_block
+    written = {"ds_config.json", "losses.json", *(["run"] if has_block else [])}
+    assert {path.name for path in tmp_path.iterdir()} == written
 
 
 def free_port() -> int:

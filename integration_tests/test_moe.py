@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from integration_tests.deepspeed_cases import PRELOADED
 from integration_tests.moe_jobs import (
     Seen,
     damaged_payload,
@@ -30,7 +31,7 @@ from scout_core.lab.parallel import topology
 from scout_core.testing import RankFailed, preload, run_ranks
 
 pytestmark = pytest.mark.timeout(180)
-preload(["integration_tests.moe_jobs"])
+preload(PRELOADED)
 
 
 def drawn() -> random.Random:

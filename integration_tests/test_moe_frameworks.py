@@ -11,7 +11,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from integration_tests import moe_frameworks
+from integration_tests import deepspeed_cases, moe_frameworks
+from integration_tests.deepspeed_cases import PRELOADED, SCOUT, Options
 from integration_tests.moe_frameworks import deepspeed_in_turn, draw_fault, shape_named
 from scout_core.decision.incident import Incident, Kind
 from scout_core.decision.topology import Coordinate, Topology
@@ -21,6 +22,7 @@ from scout_core.lab.faults import FaultAt
 from scout_core.testing import preload, run_ranks
 
 pytestmark = pytest.mark.timeout(240)
+preload(PRELOADED)
 ROWS = (8, 16, 24, 32)
 VERSION = f"torch {torch.__version__}"
 
@@ -59,11 +61,8 @@ def assert_named(faults: tuple[FaultAt, ...], incidents: list[Incident]) -> None
 
 @needs("deepspeed")
 def test_deepspeeds_experts_on_each_rank_in_turn(tmp_path: pathlib.Path) -> None:
-    from integration_tests.deepspeed_cases import LAYOUTS, SCOUT, Options
-
-    preload(["integration_tests.deepspeed_server", "integration_tests.deepspeed_jobs"])
     draw = drawn()
-    layout = LAYOUTS["moe"]
+    layout = deepspeed_cases.LAYOUTS["moe"]
     kernels = ExpertKernels(
         TORCH_KERNEL, VERSION, TORCH_SETTINGS, "bfloat16", 24, 48, num_experts=2, row_alignment=2
     )
