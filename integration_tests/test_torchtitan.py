@@ -25,6 +25,7 @@ from integration_tests.torchtitan_harness import Finished, TitanServer, run_stoc
 from integration_tests.torchtitan_job import Break, Job
 from scout_core.decision.consensus import Status
 from scout_core.decision.incident import Kind
+from scout_core.integration.trust_record import RECORD
 from scout_core.lab.faults import FaultAt
 from scout_core.report.events import INCIDENTS, RunDir
 
@@ -80,7 +81,7 @@ def bits(finished: Finished) -> list[object]:
 
 def labels(folder: pathlib.Path) -> dict[int, str]:
     """Label of each checkpoint in the trust record, by step."""
-    plain = json.loads((folder / "checkpoint" / "scout_trust.json").read_text())
+    plain = json.loads((folder / "checkpoint" / RECORD).read_text())
     return {entry["step"]: entry["label"] for entry in plain["checkpoints"]}
 
 
@@ -231,11 +232,14 @@ def test_a_folder_with_nothing_but_scouts_record_still_begins_from_the_initial_w
     options = (*CHECKPOINTS, "--training.steps=2")
     server.run(job(one, assets, tmp_path / "first", *options))
     weights = tmp_path / "first" / "checkpoint" / "step-1"
-    (tmp_path / "second" / "checkpoint").mkdir(parents=True)
-    initial = f"--checkpoint.initial_load_path={weights}"
-    second = server.run(job(one, assets, tmp_path / "second", initial, *options))
-    assert f"Loading the checkpoint from {weights}" in second.log(0)
-    assert [step for step, _, _ in second.ranks[0].losses] == [1, 2]
+    folder = tmp_path / "second" / "checkpoint"
+    initial = ("--checkpoint.enable", f"--checkpoint.initial_load_path={weights}")
+    killed = job(one, assets, tmp_path / "second", *initial, "--training.steps=100000")
+    server.attempt(replace(killed, stop_when=str(folder / RECORD)))
+    assert {path.name for path in folder.iterdir()} <= {RECORD, ".scout_trust.lock"}
+    again = server.run(job(one, assets, tmp_path / "second", *initial, "--training.steps=2"))
+    assert again.log(0).count(f"Loading the checkpoint from {weights}") == 2
+    assert [step for step, _, _ in again.ranks[0].losses] == [1, 2]
 
 
 def test_without_the_flag_nothing_of_scout_but_the_settings_is_imported(

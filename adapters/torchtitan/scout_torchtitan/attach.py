@@ -15,7 +15,7 @@ from scout_core.integration import enable
 from scout_core.integration.models import Patterns
 from scout_core.integration.session import Session
 from scout_core.integration.wrapping import wrap_method
-from scout_torchtitan.checkpoints import GatedManager
+from scout_torchtitan.checkpoints import Found, GatedManager
 from scout_torchtitan.framework import TorchTitan
 from scout_torchtitan.metrics import add_metrics
 from scout_torchtitan.phases import publish_phases
@@ -40,14 +40,14 @@ def attach(trainer: Any, checkpointer: CheckpointManager) -> Session:
         config = config.model_copy(update={"job": job.job.description})
     framework = TorchTitan(trainer, Patterns(config.layers, config.embedding, config.head))
     # Looked at before the collectives below: after them a faster rank may write already.
-    is_new_run = checkpointer.enable and checkpointer._find_load_step() == -1
+    found = Found.by(checkpointer) if checkpointer.enable else None
     started = time.strftime("%Y%m%d-%H%M%S")
     folder = job.scout.run_dir or pathlib.Path(job.job.dump_folder) / "scout" / started
     session = enable.attach(framework, config, run_dir=folder, dataloader=trainer.dataloader)
     trainer.scout = session
     undos: list[Undo] = []
-    if checkpointer.enable:
-        undos += GatedManager(trainer, checkpointer, session, is_new_run).install()
+    if found is not None:
+        undos += GatedManager(trainer, checkpointer, session, found).install()
     undos += publish_phases(trainer, checkpointer, session)
     undos.append(add_metrics(trainer.metrics_processor, session))
     _close_with(trainer, session, undos)

@@ -10,10 +10,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import pathlib
 import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import torch
 from torchtitan.components.checkpoint import AsyncMode, CheckpointManager
@@ -25,6 +26,7 @@ from scout_core.integration.gate_service import GateService
 from scout_core.integration.restoring import no_trusted_checkpoint, restore
 from scout_core.integration.saves import Purge
 from scout_core.integration.session import Session
+from scout_core.integration.trust_record import RECORD
 from scout_core.integration.wrapping import wrap_method
 
 WAY_OUT = (
@@ -33,21 +35,38 @@ WAY_OUT = (
 )
 
 
+class Found(NamedTuple):
+    """What a folder of checkpoints holds when a job starts."""
+
+    checkpoint: bool
+    """A complete one: torchtitan would load it."""
+    only_record: bool
+    """Nothing but SCOUT's record: without SCOUT the folder would not be there."""
+
+    @classmethod
+    def by(cls, manager: CheckpointManager) -> Self:
+        """Look into the manager's folder; alike on all ranks before one of them may write."""
+        names = os.listdir(manager.folder) if os.path.isdir(manager.folder) else []
+        record = pathlib.Path(RECORD).stem  # its lock and a half-written one are named after it
+        only_record = bool(names) and all(record in name for name in names)
+        return cls(manager._find_load_step() != -1, only_record)
+
+
 class GatedManager:
     """Feeds the gate from one trainer's checkpoint manager, and makes the manager obey it."""
 
     def __init__(
-        self, trainer: Any, manager: CheckpointManager, session: Session, is_new_run: bool
+        self, trainer: Any, manager: CheckpointManager, session: Session, found: Found
     ) -> None:
         """Prepare; nothing is changed before `install`.
 
         Args:
-            is_new_run: there was no complete checkpoint before any rank came this far.
+            found: what the folder of checkpoints held before any rank came this far.
         """
         self._trainer = trainer
         self._manager = manager
         self._session = session
-        self._is_new_run = is_new_run
+        self._found = found
         self._service: GateService | None = None
         keep = manager.keep_latest_k
         remove = functools.partial(shutil.rmtree, ignore_errors=True)
@@ -68,10 +87,9 @@ class GatedManager:
         Raises:
             ScoutError: there are checkpoints, and the evidence allows none of them.
         """
-        if (
-            self._is_new_run
-        ):  # torchtitan may begin from weights elsewhere, unless the folder exists
-            loaded = original(step)
+        if not self._found.checkpoint:
+            with self._folder_hidden() if self._found.only_record else contextlib.nullcontext():
+                loaded = original(step)
             self._open().resumed(self._trainer.step or None)  # weights alone are step 0
         elif step != -1:
             loaded = original(step)
@@ -83,7 +101,11 @@ class GatedManager:
 
     @contextlib.contextmanager
     def _folder_hidden(self) -> Iterator[None]:
-        """Let torchtitan begin from `initial_load_path` although SCOUT's record made the folder."""
+        """Show torchtitan no folder, as if there were no SCOUT.
+
+        Initial weights (`initial_load_path`, `initial_load_in_hf`) are loaded only then: a job that
+        ended before its first checkpoint must not begin from random ones because of a record.
+        """
         folder = self._manager.folder
         self._manager.folder = os.path.join(folder, "absent")
         try:
