@@ -27,10 +27,10 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import (
 )
 
 from scout_core.decision.labels import Failure, Label
-from scout_core.errors import ScoutError
 from scout_core.evidence.capture import Undo
 from scout_core.evidence.exchange import GroupExchange
 from scout_core.integration.gate_service import GateService
+from scout_core.integration.restoring import no_trusted_checkpoint
 from scout_core.integration.session import Session
 from scout_core.integration.trust_record import TrustStore
 from scout_core.integration.wrapping import wrap_method
@@ -188,12 +188,11 @@ class CheckpointGate:
             return pathlib.Path(chosen.choice.path).name
         if not chosen.num_checkpoints:
             return None
-        raise ScoutError(
-            f"none of {chosen.num_checkpoints} checkpoints in {folder} can be trusted after "
-            f"failure={chosen.failure.value!r}: {chosen.choice.why}; look at them with "
-            f"`scout ckpt list {folder}`, say what happened with SCOUT_FAILURE=..., answer for "
-            'uncertified ones with "accept_uncertified": true, or name a tag: load_checkpoint(dir, '
-            "tag=...)"
+        raise no_trusted_checkpoint(
+            service,
+            chosen,
+            "say what happened with SCOUT_FAILURE=..., answer for uncertified ones with "
+            '"accept_uncertified": true, or name a tag: load_checkpoint(dir, tag=...)',
         )
 
     def _went_on_from(self, load_path: str) -> None:
