@@ -31,16 +31,16 @@ from scout_core.report.events import INCIDENTS, RunDir
 
 INSTALLED = importlib.util.find_spec("torchtitan") is not None
 pytestmark = [
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(600),  # three jobs of eight processes on two busy cores
     pytest.mark.skipif(not INSTALLED, reason="torchtitan is not installed"),
 ]
 each_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 JOB_TIMEOUT_S = 200.0
 QUIET = "--scout.kappa=1e6"  # corrupting a millisecond's work takes time too: time is not judged
 CHECKPOINTS = ("--checkpoint.enable", "--checkpoint.interval=1", "--checkpoint.keep_latest_k=2")
-STEPS = 3
-SHORT = (f"--training.steps={STEPS}",)
+SHORT = ("--training.steps=2",)
 FSDP4, MOE = LAYOUTS[0], LAYOUTS[-1]
+ONE_RANK = replace(FSDP4, ranks=1)
 
 
 @pytest.fixture(scope="module")
@@ -74,11 +74,6 @@ def job(
     return Job(layout.ranks, argv, str(folder), breaks, JOB_TIMEOUT_S)
 
 
-def bits(finished: Finished) -> list[object]:
-    """Loss and gradient norm of every step, and the final parameters, of each rank."""
-    return [(rank.losses, rank.parameters) for rank in finished.ranks]
-
-
 def labels(folder: pathlib.Path) -> dict[int, str]:
     """Label of each checkpoint in the trust record, by step."""
     plain = json.loads((folder / "checkpoint" / RECORD).read_text())
@@ -86,25 +81,10 @@ def labels(folder: pathlib.Path) -> dict[int, str]:
 
 
 @each_layout
-def test_loss_gradient_norm_and_parameters_are_the_same_bits_with_and_without_scout(
-    layout: Layout, server: TitanServer, assets: list[str], tmp_path: pathlib.Path
-) -> None:
-    plain = server.run(job(layout, assets, tmp_path / "off", "--scout.no-enable", *SHORT))
-    checked = server.run(job(layout, assets, tmp_path / "on", QUIET, *SHORT))
-    rank = checked.ranks[0]
-    assert bits(checked) == bits(plain)
-    assert len(plain.ranks[0].losses) == STEPS
-    assert rank.coverage.startswith(layout.groups)
-    assert (rank.not_covered, rank.incidents) == ((), [])
-    assert (rank.checks, rank.armed) == (STEPS, True)
-    assert rank.metrics == {"scout/checks": STEPS, "scout/armed": 1.0, "scout/incidents": 0.0}
-    assert [r.hooks for r in checked.ranks] == [r.hooks for r in plain.ranks]
-
-
-@each_layout
-def test_a_corrupt_and_a_slow_rank_are_named_and_a_restart_repeats_training_before_the_fault(
+def test_a_corrupt_and_a_slow_rank_are_named_and_a_restart_ends_as_if_nothing_had_happened(
     layout: Layout, server: TitanServer, assets: list[str], tmp_path: pathlib.Path, seed: int
 ) -> None:
+    plain = server.run(job(layout, assets, tmp_path / "off", "--scout.no-enable", FLOAT32))
     corrupt = draw_sdc(layout, seed, step=FIRST_WRONG_STEP - 1)
     slow = draw_straggler(layout, seed)
     options = (*CHECKPOINTS, FLOAT32)
@@ -114,23 +94,32 @@ def test_a_corrupt_and_a_slow_rank_are_named_and_a_restart_repeats_training_befo
     expected = {(Kind.SDC, corrupt.fault.rank), (Kind.STRAGGLER, slow.fault.rank)}
     assert named == expected, (seed, corrupt, slow, incidents)
     assert all(rank.incidents == incidents for rank in broken.ranks)
+    assert broken.ranks[0].coverage.startswith(layout.groups)
+    assert broken.losses(1, FIRST_WRONG_STEP) == plain.losses(1, FIRST_WRONG_STEP)
 
-    record = labels(tmp_path)
+    proven = newest_proven(layout, labels(tmp_path))
     seen = next(incident.step for incident in incidents if incident.kind is Kind.SDC)
-    proven = max(step for step, label in record.items() if label in ("verified", "uncertified"))
-    assert record[proven] == ("verified" if layout.proves else "uncertified")
-    assert proven < FIRST_WRONG_STEP
-    assert {record[step] for step in record if step >= FIRST_WRONG_STEP} <= {"condemned"}
     assert not (tmp_path / "checkpoint" / f"step-{seen}").exists()
-
     options += ("--checkpoint.load_only", QUIET)
     options += () if layout.proves else ("--scout.accept_uncertified",)
     again = server.run(job(layout, assets, tmp_path, *options))
     assert f"starts from step {proven}" in again.log(0)
-    for before, after in zip(broken.ranks, again.ranks, strict=True):
-        repeated = [loss for loss in after.losses if loss[0] < FIRST_WRONG_STEP]
-        assert len(repeated) == FIRST_WRONG_STEP - 1 - proven
-        assert repeated == [loss for loss in before.losses if proven < loss[0] < FIRST_WRONG_STEP]
+    assert again.losses(1, layout.steps + 1) == plain.losses(proven + 1, layout.steps + 1)
+    for before, after in zip(plain.ranks, again.ranks, strict=True):
+        assert (after.parameters, after.hooks) == (before.parameters, before.hooks)
+        assert (after.incidents, after.not_covered, after.armed) == ([], (), True)
+    checks = layout.steps - proven
+    counters = {"scout/checks": checks, "scout/armed": 1.0, "scout/incidents": 0.0}
+    assert again.ranks[0].metrics == counters
+
+
+def newest_proven(layout: Layout, record: dict[int, str]) -> int:
+    """The step to start from; no checkpoint with the corruption in it has a good label."""
+    proven = max(step for step, label in record.items() if label in ("verified", "uncertified"))
+    assert record[proven] == ("verified" if layout.proves else "uncertified")
+    assert proven < FIRST_WRONG_STEP
+    assert {record[step] for step in record if step >= FIRST_WRONG_STEP} <= {"condemned"}
+    return proven
 
 
 @each_layout
@@ -179,16 +168,17 @@ def in_experts(layout: Layout, seed: int) -> Break:
 
 
 VARIANTS = {
-    "ddp": (
+    "ddp_with_full_activation_checkpointing": (
         "--parallelism.data_parallel_replicate_degree=4",
         "--parallelism.data_parallel_shard_degree=1",
+        "--activation_checkpoint.mode=full",
     ),
-    "full_activation_checkpointing": ("--activation_checkpoint.mode=full",),
-    "selective_checkpointing_and_gradient_accumulation": (
+    "compiled_blocks_with_selective_checkpointing_and_gradient_accumulation": (
+        "--compile.enable",
+        "--compile.backend=aot_eager",
         "--activation_checkpoint.mode=selective",
         "--training.global_batch_size=16",
     ),
-    "compiled_blocks": ("--compile.enable", "--compile.backend=aot_eager"),
     "update_in_backward": ("--optimizer.early_step_in_backward",),
 }
 
@@ -225,34 +215,39 @@ def test_a_killed_job_goes_on_from_its_newest_checkpoint_when_the_catalogue_repl
     assert again.ranks[0].incidents == []
 
 
-def test_a_folder_with_nothing_but_scouts_record_still_begins_from_the_initial_weights(
-    server: TitanServer, assets: list[str], tmp_path: pathlib.Path
-) -> None:
-    one = replace(FSDP4, ranks=1)
-    options = (*CHECKPOINTS, "--training.steps=2")
-    server.run(job(one, assets, tmp_path / "first", *options))
-    weights = tmp_path / "first" / "checkpoint" / "step-1"
-    folder = tmp_path / "second" / "checkpoint"
-    initial = ("--checkpoint.enable", f"--checkpoint.initial_load_path={weights}")
-    killed = job(one, assets, tmp_path / "second", *initial, "--training.steps=100000")
-    server.attempt(replace(killed, stop_when=str(folder / RECORD)))
-    assert {path.name for path in folder.iterdir()} <= {RECORD, ".scout_trust.lock"}
-    again = server.run(job(one, assets, tmp_path / "second", *initial, "--training.steps=2"))
-    assert again.log(0).count(f"Loading the checkpoint from {weights}") == 2
-    assert [step for step, _, _ in again.ranks[0].losses] == [1, 2]
+@pytest.fixture(scope="module")
+def without_scout(
+    server: TitanServer, assets: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> Finished:
+    """A job of one rank whose configuration knows SCOUT and does not switch it on."""
+    folder = tmp_path_factory.mktemp("without_scout")
+    return server.run(job(ONE_RANK, assets, folder, *CHECKPOINTS, "--scout.no-enable", *SHORT))
 
 
 def test_without_the_flag_nothing_of_scout_but_the_settings_is_imported(
-    server: TitanServer, assets: list[str], tmp_path: pathlib.Path
+    without_scout: Finished,
 ) -> None:
-    one = replace(FSDP4, ranks=1)
-    off = server.run(job(one, assets, tmp_path, "--scout.no-enable", *SHORT)).ranks[0]
-    assert [name for name in off.loaded if name.startswith("scout_torchtitan")] == [
+    loaded = without_scout.ranks[0].loaded
+    assert [name for name in loaded if name.startswith("scout_torchtitan")] == [
         "scout_torchtitan",
         "scout_torchtitan.job_config",
         "scout_torchtitan.settings",
     ]
-    assert not (tmp_path / "scout").exists()
+    assert not (pathlib.Path(without_scout.job.folder) / "scout").exists()
+
+
+def test_a_folder_with_nothing_but_scouts_record_still_begins_from_the_initial_weights(
+    without_scout: Finished, server: TitanServer, assets: list[str], tmp_path: pathlib.Path
+) -> None:
+    weights = pathlib.Path(without_scout.job.folder) / "checkpoint" / "step-1"
+    initial = ("--checkpoint.enable", f"--checkpoint.initial_load_path={weights}")
+    record = tmp_path / "checkpoint" / RECORD
+    killed = job(ONE_RANK, assets, tmp_path, *initial, "--training.steps=100000")
+    server.attempt(replace(killed, stop_when=str(record)))
+    assert {path.name for path in record.parent.iterdir()} <= {RECORD, ".scout_trust.lock"}
+    again = server.run(job(ONE_RANK, assets, tmp_path, *initial, *SHORT))
+    assert again.log(0).count(f"Loading the checkpoint from {weights}") == 2
+    assert [step for step, _, _ in again.ranks[0].losses] == [1, 2]
 
 
 def test_the_stock_entry_with_only_the_flag_names_a_corrupt_rank(
@@ -284,8 +279,7 @@ def test_the_stock_entry_with_only_the_flag_names_a_corrupt_rank(
 def test_a_wrong_configuration_is_an_error_before_training_starts(
     wrong: str, named: str, server: TitanServer, assets: list[str], tmp_path: pathlib.Path
 ) -> None:
-    one = replace(FSDP4, ranks=1)
-    outcome = server.attempt(job(one, assets, tmp_path, wrong))
+    outcome = server.attempt(job(ONE_RANK, assets, tmp_path, wrong))
     log = (tmp_path / "rank-0.log").read_text()
     assert outcome.codes != [0]
     assert named in log

@@ -41,6 +41,10 @@ class Finished:
     outcome: Outcome
     ranks: list[RankResult]
 
+    def losses(self, first: int, end: int) -> list[list[tuple[int, str, str]]]:
+        """Step, loss and gradient norm of the steps from `first` to `end` (excluded), by rank."""
+        return [[loss for loss in rank.losses if first <= loss[0] < end] for rank in self.ranks]
+
     def log(self, rank: int) -> str:
         """What a rank printed."""
         return _log(self.job.folder, rank)

@@ -6,6 +6,7 @@ not see torchtitan's CPU shim. Reads pickled `Job`s from stdin, writes pickled `
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import pathlib
@@ -15,7 +16,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import BinaryIO
 
 from integration_tests import torchtitan_shim
@@ -53,10 +54,16 @@ def run_job(job: Job, body: Body) -> Outcome:
     folder = pathlib.Path(job.folder)
     folder.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
-    port = _free_port()
-    ranks = [_fork(job, rank, port, folder, body) for rank in range(job.ranks)]
+    with _reserved_port() as port:
+        ranks = [_fork(job, rank, port, folder, body) for rank in range(job.ranks)]
+        codes = _wait_for(ranks, job, started + job.timeout_s)
+    spent = time.monotonic() - started
+    return Outcome([codes[pid] for pid in ranks], spent, spent > job.timeout_s)
+
+
+def _wait_for(ranks: list[int], job: Job, end: float) -> dict[int, int]:
+    """Return the exit code of each process; those that are left at the end are killed."""
     codes: dict[int, int] = {}
-    end = started + job.timeout_s
     while len(codes) < job.ranks:
         codes |= _ended(set(ranks) - set(codes))
         now = time.monotonic()
@@ -66,8 +73,7 @@ def run_job(job: Job, body: Body) -> Outcome:
             for pid in set(ranks) - set(codes):
                 os.kill(pid, signal.SIGKILL)  # only ranks that were forked above
         time.sleep(POLL_S)
-    spent = time.monotonic() - started
-    return Outcome([codes[pid] for pid in ranks], spent, spent > job.timeout_s)
+    return codes
 
 
 def _ended(pids: set[int]) -> dict[int, int]:
@@ -112,10 +118,13 @@ def _fork(job: Job, rank: int, port: int, folder: pathlib.Path, body: Body) -> i
         os._exit(code)
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+@contextlib.contextmanager
+def _reserved_port() -> Iterator[int]:
+    """Hold a port that rank 0 can listen on, and no other process is given by the system."""
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch's store does
+        holder.bind(("127.0.0.1", 0))  # and does not listen
+        yield int(holder.getsockname()[1])
 
 
 def _send(answers: BinaryIO, value: object) -> None:

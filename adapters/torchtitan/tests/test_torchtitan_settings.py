@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 
 import pytest
 
@@ -41,3 +43,18 @@ def test_a_bad_value_is_one_error_that_names_it_and_its_place(
 ) -> None:
     with pytest.raises(ScoutError, match=rf"{named} in the TOML table \[scout\]"):
         config_of(Scout(**values))
+
+
+def test_a_job_that_leaves_scout_off_imports_its_definition_of_settings_and_no_more_of_it() -> None:
+    program = "import sys, scout_torchtitan.settings; print(*sys.modules)"
+    printed = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=50
+    )
+    loaded = {name for name in printed.stdout.split() if name.startswith(("scout_", "torch."))}
+    assert loaded == {
+        "scout_core",
+        "scout_core.config",
+        "scout_core.errors",
+        "scout_torchtitan",
+        "scout_torchtitan.settings",
+    }
