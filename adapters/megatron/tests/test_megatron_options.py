@@ -73,6 +73,13 @@ def test_the_launcher_names_what_is_missing(argv: list[str], message: str) -> No
         main(argv)
 
 
+def test_the_launchers_own_help_lists_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--help"])
+    text = capsys.readouterr().out
+    assert "pretrain_gpt.py ... --scout" in text
+    assert all(option.flag in text for option in options())
+
+
 def test_the_launcher_loads_nothing_without_the_switch(tmp_path: pathlib.Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(
