@@ -24,6 +24,7 @@ from scout_deepspeed.masters import owned_masters
 from torch import nn
 
 from integration_tests import deepspeed_models as models
+from integration_tests import deepspeed_script
 from integration_tests.deepspeed_cases import CONFIGS, SCOUT, Layout, Options, Result
 from scout_core.decision.incident import Incident
 from scout_core.errors import ScoutError
@@ -328,6 +329,11 @@ def save_and_end(rank: int, layout: Layout, options: Options) -> tuple[str | Non
         said = str(error)
     engine.destroy()
     return before, _read(folder / "latest"), said
+
+
+def run_script(rank: int, config: str, losses: str) -> None:
+    """Run the user's script on this rank."""
+    deepspeed_script.main(config, losses)
 
 
 def _read(path: pathlib.Path) -> str | None:
