@@ -78,10 +78,26 @@ def test_row_vectors_of_a_file_are_admissible_too(
     catalog = read_catalog(file).catalog
     assert catalog.covers((5, 0))
     assert len(catalog.shapes) == 41
-    vectors.write_text("[[5, 0, 1]]")
-    refused = here(scout, file, "--experts", "2", "--vectors", str(vectors))
+
+
+@pytest.mark.parametrize(
+    ("vector", "message"),
+    [
+        ("[5, 0, 1]", "each of the 2 experts"),
+        ("[8, 5]", "[8, 5] in"),  # rows are padded to multiples of 8
+        ("[8, -8]", "multiples of 8"),
+        ("[8, 8.0]", "multiples of 8"),
+    ],
+)
+def test_row_vectors_that_the_experts_never_have_are_refused(
+    scout: Scout, file: str, vector: str, message: str, tmp_path: pathlib.Path
+) -> None:
+    vectors = tmp_path / "vectors.json"
+    vectors.write_text(f"[[8, 16], {vector}]")
+    more = ("--rows", "8:64:8", "--experts", "2", "--vectors", str(vectors))
+    refused = scout("build", "--out", file, *SIZES, *more)
     assert refused.code == 2
-    assert "each of the 2 experts" in refused.err
+    assert message in refused.err.replace("\n", " ")
 
 
 def test_aligned_rows_are_observed_and_their_alignment_noted(scout: Scout, file: str) -> None:
@@ -176,6 +192,7 @@ def test_on_a_cpu_the_torch_profiler_falls_back_to_exact_shapes(scout: Scout, fi
         (["--repeats", "2"], "repeats=2 of a discovery must be >= 3"),
         (["--rows", "9"], "--rows '9' must be"),
         (["--rows", "9:3"], "holds no row count"),
+        (["--rows", "1:64:8"], "never makes"),
         (["--tile", "3x4x4"], "--tile '3x4x4' must be"),
         (["--weight-tile", "4x4"], "--weight-tile '4x4' must be"),
         (["--degrees", "unknown"], "degrees='unknown' is a placeholder"),

@@ -25,10 +25,10 @@ class Source(enum.Enum):
 
 
 def parse_rows(text: str) -> range:
-    """Read "FIRST:LAST" or "FIRST:LAST:STEP", LAST included.
+    """Read "FIRST:LAST" or "FIRST:LAST:STEP", LAST included; rows are padded to STEP.
 
     Raises:
-        ScoutError: not of that form, or empty.
+        ScoutError: not of that form, empty, or no multiples of STEP.
     """
     parts = text.split(":")
     if len(parts) not in (2, 3) or not all(part.isdigit() for part in parts):
@@ -36,6 +36,11 @@ def parse_rows(text: str) -> range:
     first, last, step = (*map(int, parts), 1)[:3]
     if step < 1 or last < first:
         raise ScoutError(f"--rows {text!r} holds no row count; use FIRST <= LAST and STEP >= 1")
+    if first % step:
+        raise ScoutError(
+            f"--rows {text!r} begins with {first}, which padding to multiples of {step} never "
+            "makes; begin with a multiple of STEP"
+        )
     return range(first, last + 1, step)
 
 
@@ -57,13 +62,19 @@ def admissible(experts: int, rows: range, vectors: pathlib.Path | None) -> tuple
     """Return the shapes to observe: equal rows for all experts, and the vectors of a file.
 
     Raises:
-        ScoutError: the file is not a list of row vectors of that many experts.
+        ScoutError: the file is not a list of row vectors of that many experts, or `rows` has a
+            step, to which all rows are padded, and a vector is no multiple of it.
     """
     shapes = dict.fromkeys(uniform(experts, n) for n in rows)
     for vector in read_json(vectors, "a list of row vectors") if vectors else ():
         if not isinstance(vector, list) or len(vector) != experts:
             raise ScoutError(
                 f"{vector!r} in {vectors} must list the rows of each of the {experts} experts"
+            )
+        if any(type(n) is not int or n < 0 or n % rows.step for n in vector):
+            raise ScoutError(
+                f"{vector!r} in {vectors} must hold multiples of {rows.step}, the STEP of --rows: "
+                "rows of these experts are padded to it"
             )
         shapes[tuple(vector)] = None
     return tuple(shapes)
