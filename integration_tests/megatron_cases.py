@@ -70,10 +70,14 @@ class Job:
     steps: int = 4
     seed: int = 0
     faults: tuple[FaultAt, ...] = ()
+    healed_at: int | None = None
+    """Step at whose start the faults that began before are taken away."""
+    save_interval: int = 0
+    """Steps between checkpoints; 0 saves none."""
     inside: str = ""
     """Name of the part of a layer that is at fault; "" for the layer itself."""
     width: int = 32
-    timeout_s: float = 90.0
+    timeout_s: float = 150.0
     stop_when: str = ""
     """The job is ended when this file holds something: a job that hangs does not end by itself."""
     hash_check: bool = False
@@ -85,6 +89,11 @@ class Job:
     def ranks(self) -> int:
         """Number of processes."""
         return self.layout.ranks
+
+    @property
+    def hangs(self) -> set[int]:
+        """Steps that never end."""
+        return {fault.step for fault in self.faults if fault.kind == "hang"}
 
 
 @dataclass(frozen=True)
@@ -132,6 +141,12 @@ class RankResult:
     """What Megatron's own check says of this rank."""
     started_at: int = 0
     """Iteration that training began at."""
+    saved: dict[int, str] = field(default_factory=dict)
+    """The gate's label of a save when it was begun, by step; some of them were not taken."""
+    went_back_to: int = 0
+    """Step of the checkpoint that the gate chose after a corruption."""
+    is_restored: bool = False
+    """Whether loading that one gave the weights that were saved."""
 
 
 def result_path(folder: str, rank: int) -> pathlib.Path:

@@ -7,10 +7,11 @@ import pathlib
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Self
 
-from integration_tests.megatron_cases import Job, RankResult, read_result
+from integration_tests.megatron_cases import Job, RankResult, read_result, result_path
 from integration_tests.torchtitan_harness import ROOT, START_S, JobFailed, TitanServer, environment
 from integration_tests.torchtitan_job import Outcome
 
@@ -59,11 +60,22 @@ class MegatronServer(TitanServer):
         """
         outcome = self.attempt(job)  # type: ignore[arg-type]
         bad = [rank for rank, code in enumerate(outcome.codes) if code != 0]
-        if outcome.late or bad:
-            logs = "\n".join(f"rank {rank}: {log_of(job.folder, rank)[-3000:]}" for rank in bad)
-            late = f"late after {outcome.seconds:.0f} s; " if outcome.late else ""
-            raise JobFailed(f"{late}exit codes {outcome.codes}\n{logs}")
-        return Finished(job, outcome, [read_result(job.folder, r) for r in range(job.ranks)])
+        return _finished(job, outcome, bad)
+
+    def run_until_hang(self, job: Job) -> Finished:
+        """Run a job that is ended once an incident is reported; its ranks left results before."""
+        stop_when = f"{job.folder}/scout/incidents.jsonl"
+        outcome = self.attempt(replace(job, stop_when=stop_when))  # type: ignore[arg-type]
+        bad = [r for r in range(job.ranks) if not result_path(job.folder, r).exists()]
+        return _finished(job, outcome, bad)
+
+
+def _finished(job: Job, outcome: Outcome, bad: Sequence[int]) -> Finished:
+    if outcome.late or bad:
+        logs = "\n".join(f"rank {rank}: {log_of(job.folder, rank)[-3000:]}" for rank in bad)
+        late = f"late after {outcome.seconds:.0f} s; " if outcome.late else ""
+        raise JobFailed(f"{late}exit codes {outcome.codes}\n{logs}")
+    return Finished(job, outcome, [read_result(job.folder, r) for r in range(job.ranks)])
 
 
 CPU = (

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import argparse
 import pathlib
-import pickle
 import runpy
 import sys
 from typing import Any
 
 import torch.distributed as dist
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.training import get_args, training
 from megatron.training.arguments import parse_args
 from scout_megatron import add_scout_args
 from scout_megatron.__main__ import main
 from scout_megatron.training import _running
 
-from integration_tests.megatron_cases import PretrainJob, RankResult, result_path
-from integration_tests.megatron_rank import take_home, target
+from integration_tests.megatron_cases import PretrainJob, RankResult
+from integration_tests.megatron_rank import target
+from integration_tests.megatron_results import leave, take_home
 from scout_core.lab.injection import inject
 
 SCRIPT = pathlib.Path(__file__).parent.parent / "configs" / "megatron" / "pretrain_small.py"
@@ -38,7 +39,10 @@ def run(job: PretrainJob, rank: int) -> None:
         runpy.run_path(str(SCRIPT))["main"](add_scout_args)
     session = _running[0].session if _running else None
     take_home(made[0], made[1], session, result)
-    result_path(job.folder, rank).write_bytes(pickle.dumps(result))
+    if session is not None:
+        session.close()
+    leave(result, job.folder)
+    filesystem_async._results_queue = None  # ends the process that Megatron spawned for it
     dist.barrier()
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-import pickle
+import pathlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,12 +15,14 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import check_param_hashes_across_dp_replicas
 from scout_megatron import attach
 from scout_megatron.optimizers import parts_of
-from scout_megatron.replaying import auxiliary_losses
 from torch import nn
 
 from integration_tests import megatron_models as models
-from integration_tests.megatron_cases import Job, PretrainJob, RankResult, result_path
+from integration_tests.megatron_cases import Job, PretrainJob, RankResult
+from integration_tests.megatron_results import leave, take_home
+from integration_tests.megatron_saves import Saves
 from integration_tests.moe_frameworks import experts_of
+from scout_core.evidence.capture import Undo
 from scout_core.lab.injection import Target, inject
 from scout_core.lab.model import Text
 
@@ -45,19 +46,33 @@ def run_loop(job: Job, rank: int) -> None:
     dist.init_process_group("nccl")
     chunks, optimizer, config = models.build(job)
     result = RankResult(version=megatron.core.__version__)
-    session = None
+    session = saves = None
     if job.scout is not None:
         session = attach(chunks, optimizer, job.scout, run_dir=f"{job.folder}/scout")
+        if job.save_interval:
+            saves = Saves(session, pathlib.Path(job.folder, "checkpoints"), chunks)
     data = [batches(job) for _ in chunks]
+    ongoing: list[Undo] = []
     for step in range(job.steps):
+        if step in job.hangs:  # nobody comes back from one to leave a result
+            take_home(chunks, optimizer, session, result)
+            leave(result, job.folder)
+        while step == job.healed_at and ongoing:
+            ongoing.pop()()
         for fault in job.faults:
             if fault.rank == rank and fault.step == step:
-                inject(fault, target(chunks, optimizer, session, job.inside))
+                ongoing.append(inject(fault, target(chunks, optimizer, session, job.inside)))
         train_step(job, chunks, optimizer, config, data, step, result)
+        if saves is not None and (step + 1) % job.save_interval == 0:
+            saves.save(step + 1, result)
     if job.hash_check:
         result.hashes_agree = check_param_hashes_across_dp_replicas(chunks)
     take_home(chunks, optimizer, session, result)
-    result_path(job.folder, rank).write_bytes(pickle.dumps(result))
+    if saves is not None:
+        saves.go_back(result)
+    if session is not None:
+        session.close()
+    leave(result, job.folder)
     dist.barrier()
 
 
@@ -127,47 +142,3 @@ def target(chunks: list[Any], optimizer: Any, session: Any, inside: str) -> Targ
     inner = parts_of(optimizer)[0].optimizer
     experts = experts_of(session)
     return Target(parts, inner, framework, exchange, run_dir=run_dir, experts=experts)
-
-
-def take_home(chunks: list[Any], optimizer: Any, session: Any, result: RankResult) -> None:
-    """Digest what training ended with, and ask the session what it saw."""
-    for chunk in chunks:
-        if chunk.ddp_config.overlap_param_gather:
-            chunk.start_param_sync(force_sync=True)
-    parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
-    result.parameters = digest([parameter.data for parameter in parameters])
-    result.main_grads = digest([parameter.main_grad for parameter in parameters])
-    result.masters = digest(
-        [
-            tensor
-            for part in parts_of(optimizer)
-            for parameter, state in part.optimizer.state.items()
-            for tensor in (parameter.data, *state.values())
-            if isinstance(tensor, torch.Tensor)
-        ]
-    )
-    result.log = digest([_values(entry) for _, entry in sorted(auxiliary_losses().items())])
-    if session is None:
-        return
-    coverage = session.coverage()
-    result.incidents = session.incidents()
-    result.checks, result.steps = session.check_count, session.step_count
-    result.skipped = session._checker._framework.skipped_steps
-    result.recipes, result.not_covered = coverage.recipes, coverage.not_covered
-    result.qualified, result.armed = session.qualified, session.armed
-    result.groups = tuple((group.layout, group.ranks) for group in coverage.groups)
-    session.close()
-
-
-def _values(entry: Any) -> torch.Tensor:
-    """Summed losses, whatever the version keeps beside them."""
-    values: torch.Tensor = entry["values"] if isinstance(entry, dict) else entry.values
-    return values
-
-
-def digest(tensors: list[torch.Tensor]) -> str:
-    """Hash of the bytes of all tensors."""
-    total = hashlib.blake2b(digest_size=16)
-    for tensor in tensors:
-        total.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return total.hexdigest()
