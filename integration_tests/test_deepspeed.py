@@ -273,7 +273,7 @@ def test_a_wrong_rank_is_named_latest_names_only_a_proven_checkpoint_and_a_resta
         assert told == (proven, job["held"][proven], step, step + 2, True)
 
 
-def test_a_planned_end_names_the_newest_checkpoint_that_nothing_speaks_against(
+def test_a_planned_end_names_the_newest_checkpoint_which_is_not_loaded_after_a_corruption(
     tmp_path: pathlib.Path,
 ) -> None:
     layout, options = replace(LAYOUTS["zero3"], ranks=3), Options(QUIET, run_dir=str(tmp_path))
@@ -281,6 +281,10 @@ def test_a_planned_end_names_the_newest_checkpoint_that_nothing_speaks_against(
     assert ended[0][:2] == (None, "global_step1")
     for _, _, universal in ended:
         assert "latest_universal does not exist" in universal  # DeepSpeed's word: it is not gated
+    after_corruption = ("load_by_the_gate", layout, options, "sdc")
+    for refused, *_ in run_ranks(3, run, *after_corruption, timeout_s=300):
+        assert "none of 1 checkpoints" in refused
+        assert "load_checkpoint(dir, tag=...)" in refused
     body = ("load_by_the_gate", layout, options, "")  # the record knows of the planned end
     for name, _, steps, trained, clean in run_ranks(3, run, *body, timeout_s=300):
         assert (name, steps, trained, clean) == ("global_step1", 1, 3, True)
