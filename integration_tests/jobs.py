@@ -107,10 +107,11 @@ def train(
     if scout is not None:
         session = enable_resiliency(model, optimizer, scout, mesh=mesh, run_dir=run_dir)
     text = Text(16)
+    replica = rank // 2 if options.parallelism == "hsdp_tp" else rank
     losses = []
     for step in range(options.steps):
         for part in range(options.accumulate):
-            batch = text.batch(options.seed, rank, step * options.accumulate + part, 2)
+            batch = text.batch(options.seed, replica, step * options.accumulate + part, 2)
             with torch.autocast("cpu", torch.bfloat16, enabled=options.autocast):
                 loss = loss_of(model, *batch) / options.accumulate
             with _no_sync(model, part + 1 < options.accumulate):

@@ -40,8 +40,13 @@ class CommunicationConfig(_Model):
     """Optimizer steps between two active probes; 0 switches them off."""
     probe_bytes: Count = 1 << 20
     """Payload of one probe collective."""
-    passive: bool = False
-    """Also time the job's own collectives on entry and completion (CPU only)."""
+
+
+class WorkloadConfig(_Model):
+    """How evenly the work is spread: causes of slowness in which no rank is at fault."""
+
+    interval_steps: Annotated[int, Field(ge=0)] = 200
+    """Optimizer steps between two looks, each at the twelve steps before it; 0: never."""
 
 
 class ExpertsConfig(_Model):
@@ -99,6 +104,8 @@ class ScoutConfig(_Model):
     """The out-of-band observer."""
     communication: CommunicationConfig = CommunicationConfig()
     """Timing of communication per process group."""
+    workload: WorkloadConfig = WorkloadConfig()
+    """How evenly the work is spread."""
     experts: ExpertsConfig = ExpertsConfig()
     """Replay of MoE experts."""
     checkpoint: CheckpointConfig = CheckpointConfig()

@@ -12,7 +12,6 @@ from scout_core.decision.communication import (
     CommunicationCheck,
     CommunicationRule,
     GroupTiming,
-    late_member,
 )
 from scout_core.decision.topology import Topology
 from scout_core.errors import ScoutError
@@ -167,21 +166,6 @@ def test_groups_inside_and_across_machines_are_no_siblings() -> None:
         check = rule.update(timings)
     assert check.settled
     assert check.diagnosis.healthy
-
-
-@pytest.mark.parametrize(
-    ("seconds", "late"),
-    [
-        ({0: 0.30, 1: 0.31, 2: 0.10, 3: 0.29}, 2),
-        ({0: 0.30, 1: 0.31}, None),
-        ({0: 0.30, 1: 0.10, 2: 0.11}, None),
-        ({0: 0.0002, 1: 0.0009}, None),
-        ({0: 0.30, 1: math.nan}, None),
-        ({0: 0.30}, None),
-    ],
-)
-def test_whoever_waits_least_is_the_late_one(seconds: dict[int, float], late: int | None) -> None:
-    assert late_member(seconds) == late
 
 
 @pytest.mark.parametrize("damage", [{}, {"schema": "scout.communication/1"}])

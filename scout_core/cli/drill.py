@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 
 
 def drill(
-    parallelism: Annotated[str, typer.Option(help="ddp, fsdp2, hsdp, hsdp_tp or moe.")] = "ddp",
+    parallelism: Annotated[
+        str, typer.Option(help="ddp, fsdp2, hsdp, hsdp_tp, pp_fsdp or moe.")
+    ] = "ddp",
     ranks: Annotated[int, typer.Option(help="Processes on this machine.")] = 4,
     fault: Annotated[
         list[str] | None,

@@ -22,8 +22,6 @@ from scout_core.errors import ScoutError
 
 PATIENCE_CHECKS = 5  # how long a group that may yet turn out slow holds the diagnosis back
 RISING_CHECKS = 2  # checks of a rise after which a group may yet turn out slow
-LATE_FRACTION = 0.5  # a late member waits less than this fraction of what every other one waits
-LATE_S = 1e-3  # and at least this many seconds less
 STATE_SCHEMA = "scout.communication/1"
 
 
@@ -222,22 +220,6 @@ class CommunicationRule:
             siblings = f"{key.kind} of {len(key.ranks)} ranks on {places} hosts"
             known = self._known[key] = _Known(len(self._known), siblings, f"{key.kind} {key.ranks}")
         return known
-
-
-def late_member(seconds: Mapping[int, float]) -> int | None:
-    """Return the member that kept the others waiting in one collective, if one did.
-
-    All members leave a collective together, so the one that was in it for the shortest time came
-    last: whoever waits least is the late one.
-
-    Args:
-        seconds: time from entry to completion, by global rank of ALL members.
-    """
-    if len(seconds) < 2 or not all(is_healthy_duration(value) for value in seconds.values()):
-        return None
-    (rank, least), (_, next_least) = sorted(seconds.items(), key=lambda entry: entry[1])[:2]
-    late = least < LATE_FRACTION * next_least and next_least - least > LATE_S
-    return rank if late else None
 
 
 def _key(plain: Sequence[Any]) -> _Key:

@@ -193,7 +193,7 @@ def _rotating(work: Work, parts: Parts, slow: SlowWorkers) -> list[Explanation]:
 
 def _pauses(work: Work, parts: Parts, slow: SlowWorkers) -> list[Explanation]:
     """Measured pauses of the interpreter; else single operations that stop on changing ranks."""
-    step_s = _step_seconds(work, parts)
+    step_s = _wall_seconds(work, _step_seconds(work, parts))
     if work.pauses_s is not None and np.nansum(work.pauses_s) > 0:
         paused, measured = np.nan_to_num(work.pauses_s), True
         forward = None
@@ -241,7 +241,7 @@ def _loading(work: Work) -> list[Explanation]:
     if work.loading_s is None:
         return []
     waits = np.nan_to_num(work.loading_s)
-    step_s = np.maximum(np.nansum(work.seconds, axis=(2, 3)).max(axis=1), SHORTEST_S)
+    step_s = _wall_seconds(work, np.nansum(work.seconds, axis=(2, 3)).max(axis=1))
     share = float(np.median(waits.max(axis=1) / step_s))
     if share < LOADING:
         return []
@@ -283,6 +283,12 @@ def _spread(load: Array) -> tuple[float, Counter[int]]:
     mean = np.maximum(load.mean(axis=1), SHORTEST_S)
     last = Counter(int(i) for i in load.argmax(axis=1))
     return float(np.median(load.max(axis=1) / mean)), last
+
+
+def _wall_seconds(work: Work, busiest: Array) -> Array:
+    """(S,) duration of the steps; without it, seconds of the busiest worker."""
+    seconds = busiest if work.wall_s is None else median(work.wall_s, axis=1)
+    return np.maximum(seconds, SHORTEST_S)
 
 
 def _step_seconds(work: Work, parts: Parts) -> Array:

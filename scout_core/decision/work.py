@@ -49,7 +49,9 @@ class Work:
     pauses_s: Array | None = None
     """(S, W) measured pauses of the interpreter (garbage collection)."""
     loading_s: Array | None = None
-    """(S, W) time spent waiting for data."""
+    """(S, W) time spent waiting for data; NaN where that is not known."""
+    wall_s: Array | None = None
+    """(S, W) duration of the whole step; None where only the work was timed."""
 
     def __post_init__(self) -> None:
         shape = (len(self.steps), len(self.workers), len(self.operations))

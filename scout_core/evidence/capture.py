@@ -109,25 +109,78 @@ class Recorder:
         self.close()
 
 
-def before_calls(module: nn.Module, hook: Callable[[nn.Module, Any, Any], None]) -> Undo:
+Before = Callable[[nn.Module, Any, Any], Any]
+After = Callable[[Any], None]
+
+
+def before_calls(module: nn.Module, hook: Before) -> Undo:
     """Call the hook with (module, args, kwargs) before each forward; returns the undo."""
-    compiled = module._compiled_call_impl
-    if compiled is None:
-        return module.register_forward_pre_hook(hook, with_kwargs=True).remove
+    return around_calls(module, hook, None)
+
+
+def around_calls(module: nn.Module, before: Before, after: After | None) -> Undo:
+    """Call `before(module, args, kwargs)`, and `after` with its result, around each forward.
+
+    Hooks that other libraries have registered so far run outside of the two.
+    """
+    if module._compiled_call_impl is not None:
+        return _around_compiled(module, before, after)
+    begun: list[Any] = []
+
+    def enter(inner: nn.Module, args: Any, kwargs: Any) -> None:
+        result = before(inner, args, kwargs)
+        if after is not None:
+            begun.append(result)
+
+    def leave(*_: Any) -> None:
+        if after is not None and begun:
+            after(begun.pop())
+
+    hooks = [module.register_forward_pre_hook(enter, with_kwargs=True)]
+    if after is not None:
+        hooks.append(module.register_forward_hook(leave, prepend=True))
+
+    def remove() -> None:
+        for hook in hooks:
+            hook.remove()
+
+    return remove
+
+
+class _Watched:
+    """Entry point of a module compiled in place, with watchers around it.
 
     # Note [In-place compiled modules]: `module.compile()` traces hooks into its graph, so a
     # hook would be ignored or recompile it. Its entry point is called eagerly: wrap that.
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        hook(module, args, kwargs)
-        return compiled(*args, **kwargs)
+    """
 
-    module._compiled_call_impl = watched
+    def __init__(self, module: nn.Module) -> None:
+        self.compiled: Callable[..., Any] = module._compiled_call_impl  # type: ignore[assignment]
+        self.watchers: list[tuple[Before, After | None]] = []
+        self._module = module
 
-    def undo() -> None:
-        if module._compiled_call_impl is watched:
-            module._compiled_call_impl = compiled
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        begun = [(after, before(self._module, args, kwargs)) for before, after in self.watchers]
+        out = self.compiled(*args, **kwargs)
+        for after, result in reversed(begun):
+            if after is not None:
+                after(result)
+        return out
 
-    return undo
+
+def _around_compiled(module: nn.Module, before: Before, after: After | None) -> Undo:
+    entry = module._compiled_call_impl
+    if not isinstance(entry, _Watched):
+        entry = module._compiled_call_impl = _Watched(module)
+    watched, watcher = entry, (before, after)
+    watched.watchers.append(watcher)
+
+    def remove() -> None:
+        watched.watchers = [each for each in watched.watchers if each is not watcher]
+        if not watched.watchers and module._compiled_call_impl is watched:
+            module._compiled_call_impl = watched.compiled
+
+    return remove
 
 
 def take_apart(args: Any, kwargs: Any) -> Arguments:

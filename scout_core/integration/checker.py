@@ -17,7 +17,6 @@ from scout_core.decision.narrate import place_of
 from scout_core.decision.qualification import Qualification
 from scout_core.decision.replay_verdict import AUDITED
 from scout_core.decision.rotation import AUDIT, AUDIT_EXPERTS, EXPERT, OPTIMIZER, Rotation, Turn
-from scout_core.decision.straggler import StragglerRule
 from scout_core.decision.topology import LayoutName
 from scout_core.evidence.clock import Clock
 from scout_core.evidence.coherence import CoherenceWatch
@@ -102,9 +101,8 @@ class Checker:
         for name in facts.topology.layouts:
             self._groups[name] = WorkGroups(facts.topology, name, exchange.rank)
             self._groups[name].join(exchange)
-        num_groups = len(facts.topology.peer_groups())
-        rule = StragglerRule(kappa=config.kappa, groups=num_groups)
-        self._interpreter = Interpreter(facts.topology, facts.devices, rule, clock.compares)
+        self.interpreter = Interpreter(facts.topology, facts.devices, config.kappa, clock.compares)
+        """Judges results, and learns about times from them."""
         self.rotation: Rotation = facts.rotation
         """Recipes that still take turns."""
         self.checks = 0
@@ -299,7 +297,7 @@ class Checker:
     def _interpret(self, result: Result, groups: WorkGroups, layout: LayoutName) -> News:
         """Guarded apart, because peers wait for this rank's news even when it has a bug."""
         try:
-            news = self._interpreter.news(result, groups, layout, self._known)
+            news = self.interpreter.news(result, groups, layout, self._known)
         except Exception as error:
             if self._config.on_error == "raise":
                 raise

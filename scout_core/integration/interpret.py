@@ -6,6 +6,7 @@ import json
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from scout_core.decision import narrate, qualification, replay_verdict
 from scout_core.decision.baseline import SlowdownRule
@@ -63,16 +64,34 @@ class Interpreter:
     All members of a work group feed it the same results, so all come to the same news.
     """
 
+    name = "replays"
+
     def __init__(
-        self, topology: Topology, devices: Mapping[int, str], rule: StragglerRule, compares: str
+        self, topology: Topology, devices: Mapping[int, str], kappa: float, compares: str
     ) -> None:
         self._topology = topology
         self._devices = devices
-        self._rule = rule
+        self._kappa = kappa
+        self._num_groups = len(topology.peer_groups())
+        self._rule = StragglerRule(kappa, groups=self._num_groups)
         self._trend = SlowdownRule()
         self._compares = compares
         self._said: set[str] = set()
         self._absences: dict[str, int] = {}
+
+    def state(self) -> dict[str, Any]:
+        """Return what the rules have learned about times, as JSON values."""
+        return {"straggler": self._rule.state(), "trend": self._trend.state()}
+
+    def take_up(self, state: Mapping[str, Any]) -> None:
+        """Continue from what `state` returned.
+
+        Raises:
+            ScoutError: not such a state.
+        """
+        rule = StragglerRule.from_state(state["straggler"], self._kappa, groups=self._num_groups)
+        self._trend = SlowdownRule.from_state(state["trend"])
+        self._rule = rule
 
     def news(
         self, result: Result, groups: WorkGroups, layout: LayoutName, known: Qualification

@@ -70,7 +70,9 @@ class Ledger:
 def _key(incident: Incident) -> Key:
     culprits = incident.culprit_ranks
     group = () if culprits else incident.peer_group
-    return incident.kind.value, culprits, group, "rows" in incident.evidence
+    # Each cause of an imbalance is a fault of its own; an outlier is one fault however it shows.
+    kind = incident.reason if incident.kind is Kind.IMBALANCE else incident.kind.value
+    return kind, culprits, group, "rows" in incident.evidence
 
 
 def stamped(incident: Incident, job: str, time: str = "") -> Incident:

@@ -8,8 +8,8 @@ for a late member does not count. SCOUT's own groups are used, never the trainin
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -55,6 +55,8 @@ class Probe:
     compared.
     """
 
+    name = PROBE
+
     def __init__(
         self,
         exchange: Exchange,
@@ -62,16 +64,22 @@ class Probe:
         topology: Topology,
         devices: Mapping[int, str],
         config: ScoutConfig,
+        device: torch.device,
+        slow_ranks: Callable[[], Collection[int]],
     ) -> None:
         """Join the groups of this rank and watch for all-to-alls; collective.
 
         Args:
             devices: name by global rank, for reports.
+            device: where the payload lives.
+            slow_ranks: ranks known to compute slowly: their groups are late, not slow.
         """
         self._exchange = exchange
         self._clock = clock
         self._topology = topology
         self._devices = devices
+        self._device = device
+        self._slow_ranks = slow_ranks
         self._config = config
         self._elements = max(1, config.communication.probe_bytes // 4)
         self.rule = CommunicationRule(topology, config.kappa)
@@ -104,22 +112,30 @@ class Probe:
         except ScoutError as error:
             self._lost = f"all-to-alls are not replayed: {error}"
 
-    def is_due(self, step: int) -> bool:
-        """Tell whether to probe now: when its time has come, or a slow group is not confirmed."""
-        interval = self._config.communication.probe_interval_steps
-        return bool(self._rounds) or rotation.is_due(step, interval)
+    def state(self) -> dict[str, Any]:
+        """Return what is remembered between rounds, as JSON values."""
+        return self.rule.state()
 
-    def run(self, step: int, device: torch.device, compute_stragglers: Collection[int]) -> Told:
-        """Time every group once and judge; collective over the job.
+    def take_up(self, state: Mapping[str, Any]) -> None:
+        """Continue from what `state` returned.
 
-        Args:
-            device: where the payload lives.
-            compute_stragglers: ranks known to compute slowly: their groups are late, not slow.
+        Raises:
+            ScoutError: not such a state.
         """
+        self.rule = CommunicationRule.from_state(state, self._topology, self._config.kappa)
+
+    def on_step_end(self, step: int) -> Told | None:
+        """Time every group when it is due, and again while a slow one is not confirmed yet."""
+        interval = self._config.communication.probe_interval_steps
+        return self.run(step) if self._rounds or rotation.is_due(step, interval) else None
+
+    def run(self, step: int) -> Told:
+        """Time every group once and judge; collective over the job."""
+        device = self._device
         self._alltoall.agree()
         told = [json.loads(part) for part in self._gathered(device)]
         timings = list(_timings(self.waves, [each["seconds"] for each in told], self._replayed))
-        seen = self.rule.update(timings, compute_stragglers=compute_stragglers)
+        seen = self.rule.update(timings, compute_stragglers=self._slow_ranks())
         again = not seen.settled and self._rounds < MAX_ROUNDS
         self._rounds = self._rounds + 1 if again else 0
         found = localize_incident.to_incidents(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -55,6 +56,8 @@ class PyTorch(ShardedByFSDP2):
         self.device = model_device(model)
         inner = model.module if isinstance(model, DistributedDataParallel) else model
         patterns = patterns or Patterns()
+        if self._mesh is not None and has_stages(self._mesh):
+            patterns = replace(patterns, stage=True)
         sites, self._missing = find_sites(inner, patterns)
         experts = find_experts(inner, patterns.experts) if patterns.experts is not None else []
         self._has_experts = bool(experts)
@@ -101,6 +104,12 @@ def root_mesh(mesh: DeviceMesh | None) -> DeviceMesh | None:
     root = mesh._get_root_mesh()  # checked with torch 2.10 - 2.13
     assert isinstance(root, DeviceMesh)
     return root
+
+
+def has_stages(mesh: DeviceMesh) -> bool:
+    """Tell whether the mesh has a pipeline dimension of more than one stage."""
+    sizes = dict(zip(mesh.mesh_dim_names or (), mesh.mesh.shape, strict=False))
+    return any(sizes.get(name, 1) > 1 for name in AXIS_OF_MESH_DIM["p"])
 
 
 def addresses(mesh: DeviceMesh, shards_data: bool) -> list[Coordinate]:

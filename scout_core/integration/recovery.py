@@ -217,12 +217,16 @@ class CommandRecovery:
         self._say(f"scout: exit code {done.returncode}: {output[-500:]}")
 
 
-def load_recovery(name: str, rank: int, say: Callable[[str], None]) -> Recovery:
+def load_recovery(name: str, rank: int, say: Callable[[str], None]) -> Recovery | None:
     """Find a recovery by name: a TOML file of commands, or an entry point of "scout.recovery".
+
+    No name means none.
 
     Raises:
         ScoutError: neither exists, or it cannot be loaded.
     """
+    if not name:
+        return None
     if name.endswith(".toml"):
         return CommandRecovery(RecoveryConfig.read(pathlib.Path(name)), rank, say)
     offered = {point.name: point for point in metadata.entry_points(group=ENTRY_POINTS)}

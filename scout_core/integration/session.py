@@ -7,7 +7,7 @@ import functools
 import os
 import traceback
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any, Self
@@ -30,8 +30,10 @@ from scout_core.integration.framework import Framework
 from scout_core.integration.gate_service import GateService
 from scout_core.integration.hang_watch import HangWatch
 from scout_core.integration.ledger import Ledger
-from scout_core.integration.probe import PROBE, Probe
+from scout_core.integration.looks import Look, open_looks
+from scout_core.integration.probe import PROBE
 from scout_core.integration.recovery import load_recovery
+from scout_core.integration.rule_memory import RuleMemory
 from scout_core.integration.session_coverage import SessionCoverage
 from scout_core.integration.session_gate import SessionGate
 from scout_core.report.events import RunDir
@@ -87,19 +89,16 @@ class Session:
         self._checker = Checker(
             framework, config, exchange, self._clock, watch, facts, self._experts, self._note
         )
-        self._device = framework.device
         self._target = framework.training_state()
         self._checkpoint: GatedCheckpoint | None = None
+        recovery = load_recovery(config.recovery, exchange.rank, console)
         self._gate = SessionGate(
-            exchange,
-            config,
-            facts.topology,
-            self.coverage,
-            self._emit,
-            self.phase,
-            load_recovery(config.recovery, exchange.rank, console) if config.recovery else None,
+            exchange, config, facts.topology, self.coverage, self._emit, self.phase, recovery
         )
-        self._probe = self._make_probe(facts.devices)
+        slow_ranks = functools.partial(self._ledger.slow_ranks, shown_by_other_than=PROBE)
+        self._looks = open_looks(framework, facts, exchange, self._clock, config, slow_ranks)
+        learners = [self._checker.interpreter, *self._looks]
+        self._memory = RuleMemory(run_dir.path, exchange, facts, learners, self._emit)
         self._undo: list[Undo] = [
             framework.before_update(self._guarded(self._before_update)),
             framework.on_step_end(self._guarded(self._after_step)),
@@ -245,11 +244,12 @@ class Session:
         if self._checkpoint is not None:
             self._guarded(functools.partial(self._checkpoint.close, planned))()
         self._checker.let_go()
+        self._memory.save()
         for undo in reversed(self._undo):
             undo()
         self._experts.close()
-        if self._probe is not None:
-            self._probe.close()
+        for look in self._looks:
+            look.close()
         if self.hang is not None:
             self.hang.close()
         self._gate.close()
@@ -279,12 +279,6 @@ class Session:
             self.hang.fail(error)
         self.close(planned=error is None)
 
-    def _make_probe(self, devices: Mapping[int, str]) -> Probe | None:
-        if not self._config.communication.probe_interval_steps:
-            return None
-        probe = Probe(self._exchange, self._clock, self._topology, devices, self._config)
-        return probe if probe.waves else None
-
     def _before_update(self) -> None:
         if self._armed:
             self._checker.before_update(self._steps)
@@ -293,8 +287,9 @@ class Session:
         self._steps += 1
         if self._armed and rotation.is_due(self._steps, self._config.interval_steps):
             self._check()
-        if self._armed and self._probe is not None:
-            self._run_probe(self._probe)
+        for look in self._looks:
+            if self._armed:
+                self._look(look)
         if self._armed and rotation.is_due(self._steps + 1, self._config.interval_steps):
             self._checker.arm()
         if self.hang is not None:
@@ -307,16 +302,14 @@ class Session:
             if not self._armed:
                 break
         self._in_check = False
+        self._memory.on_check()
 
-    def _run_probe(self, probe: Probe) -> None:
-        """Time communication when it is due, and again while a slow group is not confirmed yet."""
-        if not probe.is_due(self._steps):
-            return
+    def _look(self, look: Look) -> None:
         self._in_check = True
-        slow = self._ledger.slow_ranks(shown_by_other_than=PROBE)
-        told = probe.run(self._steps, self._device, slow)
+        told = look.on_step_end(self._steps)
         self._in_check = False
-        self._take_in(told)
+        if told is not None:
+            self._take_in(told)
 
     def _take_in(self, told: Told) -> None:
         """Act on what the job knows now; every rank has the same."""
@@ -385,6 +378,8 @@ class Session:
     def _disarm(self, why: str) -> None:
         self._armed = False
         self._checker.let_go()
+        for look in self._looks:
+            look.close()
         self._emit("disarmed", error=why)
         self._say(f"scout: switched off on all ranks after an internal error: {why}")
 

@@ -19,6 +19,7 @@ from torch import nn
 from scout_core.decision.incident import Incident, Kind
 from scout_core.evidence.capture import local_of
 from scout_core.integration.session import Session
+from scout_core.integration.workload import workers_of
 from scout_core.lab.drill import DrillPlan, start, train_step
 from scout_core.lab.faults import FaultAt, Magnitude, Persistence, Surface
 from scout_core.lab.injection import inject
@@ -139,11 +140,12 @@ class _Job:
         self.seed = plan.seed
         self.step = 0
         self.text = Text(TINY.context)
+        self.replica = workers_of(self.session.topology)[rank].replica
 
     def check(self) -> list[Incident]:
         """Train one step, with its check; return the new incidents."""
         before = len(self.session.incidents())
-        batch = self.text.batch(self.seed, self.rank, self.step, 2)
+        batch = self.text.batch(self.seed, self.replica, self.step, 2)
         train_step(self.model, self.optimizer, batch)
         self.step += 1
         return self.session.incidents()[before:]

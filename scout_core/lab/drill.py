@@ -25,12 +25,14 @@ from scout_core.integration.enable import attach
 from scout_core.integration.models import Patterns
 from scout_core.integration.pytorch import PyTorch
 from scout_core.integration.session import Session
+from scout_core.integration.workload import WINDOW_STEPS, workers_of
 from scout_core.lab import moe_catalog
 from scout_core.lab.faults import FaultAt
 from scout_core.lab.injection import Target, acts_on, inject
 from scout_core.lab.model import GPT, GPTConfig, Text, loss_of
 from scout_core.lab.moe import MoEConfig, moe_gpt
 from scout_core.lab.parallel import Parallelism, host_names, parallelise, topology
+from scout_core.lab.pipeline import Stage
 from scout_core.report.events import RunDir
 
 REPORTED_AS: dict[str, tuple[str, ...]] = {
@@ -42,6 +44,10 @@ REPORTED_AS: dict[str, tuple[str, ...]] = {
     "slow_machine": ("STRAGGLER_MACHINE",),
     "contention": ("SLOWDOWN_CLUSTER",),
     "group_slowdown": ("SLOWDOWN_GROUP",),
+    "rotating_pauses": ("IMBALANCE_PAUSES",),
+    "stage_imbalance": ("IMBALANCE_STAGE",),
+    "sequence_imbalance": ("IMBALANCE_DATA",),
+    "slow_loading": ("IMBALANCE_LOADING",),
     "hang": ("HANG_",),
 }
 """Beginnings of the reason codes that a fault of each kind is rightly reported with."""
@@ -51,6 +57,8 @@ STAGES = r"moe\.experts$"  # names of the expert stages
 LEARNING_STEPS = 16  # a group is compared with its own past from here on
 LEARNS = ("slow_nic", "contention", "group_slowdown")
 """Kinds of fault that all siblings share, so that only the past shows them."""
+UNEVEN = ("rotating_pauses", "stage_imbalance", "sequence_imbalance", "slow_loading")
+"""Kinds of fault that are told from windows of the job's own work."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +89,7 @@ class DrillPlan:
             "job": "drill",
             "hang": {"enabled": "hang" in kinds, "stall_timeout_s": 2.0},
             "communication": {"probe_interval_steps": 1 if probes else 0, "probe_bytes": 4096},
+            "workload": {"interval_steps": WINDOW_STEPS if kinds & set(UNEVEN) else 0},
         }
 
     def __post_init__(self) -> None:
@@ -163,7 +172,7 @@ def run_drill(plan: DrillPlan) -> DrillOutcome:
             layout = topology(plan.parallelism, plan.ranks)
             moe_catalog.write(folder, plan.model.width, plan.moe, layout)
         results = run_ranks(plan.ranks, drill_rank, plan, folder, timeout_s=plan.timeout_s)
-    return judge(plan, results[0])
+    return judge(plan, replace(results[0], loss=results[-1].loss))  # the last stage has a loss
 
 
 def judge(plan: DrillPlan, seen: RankResult) -> DrillOutcome:
@@ -171,9 +180,8 @@ def judge(plan: DrillPlan, seen: RankResult) -> DrillOutcome:
     injected = []
     for fault in plan.faults:
         hit = next((i for i in seen.incidents if _reports(fault, i) and _at(fault, i)), None)
-        found = hit is not None or fault.kind == "rotating_pauses"  # nobody is to be named
         latency = None if hit is None else hit.step - fault.step
-        injected.append({**asdict(fault), "found": found, "latency_steps": latency})
+        injected.append({**asdict(fault), "found": hit is not None, "latency_steps": latency})
     false = [
         incident.to_json()
         for incident in seen.incidents
@@ -224,16 +232,17 @@ def _overhead(plan: DrillPlan, seen: RankResult) -> dict[str, float]:
 def drill_rank(rank: int, plan: DrillPlan, folder: str) -> RankResult:
     """Train on one rank; called in a process of its own with a process group."""
     model, optimizer, session, target = start(rank, plan, folder)
-    text = Text(plan.model.context)
+    batches = Batches(plan, workers_of(session.topology)[rank].replica)
     losses: list[float] = []
     plain_s: list[float] = []
     checked_s: list[float] = []
     for step in range(plan.steps):
         for fault in plan.faults:
-            if fault.step == step and acts_on(fault, rank, session.topology.hosts):
+            if fault.step == step and acts_on(fault, rank, session.topology):
                 inject(fault, target)
+        batch = batches.of(step)
         begin = time.perf_counter()
-        losses.append(train_step(model, optimizer, text.batch(plan.seed, rank, step, plan.batch)))
+        losses.append(train_step(model, optimizer, batch))
         spent = time.perf_counter() - begin
         checked = (step + 1) % plan.interval_steps == 0
         (checked_s if checked else plain_s).append(spent)
@@ -247,6 +256,28 @@ def drill_rank(rank: int, plan: DrillPlan, folder: str) -> RankResult:
     return RankResult(found, coverage.line(), losses, plain_s, checked_s, len(coverage.recipes))
 
 
+class Batches:
+    """The batches of one replica, with the faults that lie in the data."""
+
+    def __init__(self, plan: DrillPlan, replica: int) -> None:
+        self._plan = plan
+        self._replica = replica
+        self._text = Text(plan.model.context)
+
+    def of(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return token ids and targets of one step, each (batch, length)."""
+        plan = self._plan
+        inputs, targets = self._text.batch(plan.seed, self._replica, step, plan.batch)
+        for fault in plan.faults:
+            if fault.kind == "slow_loading" and step >= fault.step:
+                time.sleep(fault.delay_s)
+            if fault.kind == "sequence_imbalance" and step >= fault.step:
+                draw = random.Random(f"{fault.seed} {self._replica} {step}")
+                length = draw.randint(plan.model.context // 4, plan.model.context)
+                inputs, targets = inputs[:, :length], targets[:, :length]
+        return inputs.contiguous(), targets.contiguous()
+
+
 def start(
     rank: int, plan: DrillPlan, folder: str, **config_fields: Any
 ) -> tuple[nn.Module, torch.optim.Optimizer, Session, Target]:
@@ -257,8 +288,8 @@ def start(
     """
     torch.manual_seed(plan.seed)
     inner = moe_gpt(plan.model, plan.moe) if plan.has_experts else GPT(plan.model)
-    layers = list(inner.layers)
     model, mesh = parallelise(inner, plan.parallelism, plan.ranks)
+    layers = list(model.layers if isinstance(model, Stage) else inner.layers)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     torch.manual_seed(plan.seed * 1009 + rank)
     if plan.has_experts:
@@ -299,12 +330,16 @@ class _Drilled(PyTorch):
 def train_step(
     model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[torch.Tensor, torch.Tensor]
 ) -> float:
-    """One optimizer step on one batch; returns the loss."""
+    """One optimizer step on one batch; returns the loss, nan on stages that have none."""
     optimizer.zero_grad()
-    loss = loss_of(model, *batch)
-    loss.backward()  # type: ignore[no-untyped-call]
+    if isinstance(model, Stage):
+        loss = model.train_batch(*batch)
+    else:
+        computed = loss_of(model, *batch)
+        computed.backward()  # type: ignore[no-untyped-call]
+        loss = float(computed.detach())
     optimizer.step()
-    return float(loss.detach())
+    return loss
 
 
 def draw_fault(kind: str, plan_ranks: int, layers: int, seed: int, **fixed: Any) -> FaultAt:
@@ -316,6 +351,8 @@ def draw_fault(kind: str, plan_ranks: int, layers: int, seed: int, **fixed: Any)
         "step": rng.randrange(4, 9) + (LEARNING_STEPS if kind in LEARNS else 0),
         "seed": rng.randrange(1 << 30),
     }
+    if kind == "stage_imbalance":
+        drawn["step"] = 0  # a stage that becomes slow later is a group that becomes slow
     if kind == "group_slowdown":
         drawn["percent"] = 20.0
     return FaultAt(kind, **{**drawn, **fixed})
@@ -325,4 +362,5 @@ def steps_needed(faults: Sequence[FaultAt], interval_steps: int, layers: int) ->
     """Steps after which a fault of any layer, or three slow checks, must have been seen."""
     last = max((fault.step for fault in faults), default=0)
     checks = 16 if any(fault.kind in LEARNS for fault in faults) else max(layers, 5) + 4
-    return last + interval_steps * checks
+    windows = 3 * WINDOW_STEPS if any(fault.kind in UNEVEN for fault in faults) else 0
+    return last + max(interval_steps * checks, windows)

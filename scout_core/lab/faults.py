@@ -60,9 +60,9 @@ class FaultAt:
     probability: float = 0.5
     """Of acting, when intermittent."""
     percent: float = 50.0
-    """Extra compute time of a straggler or a group slow-down."""
+    """Extra compute time of a straggler, a group slow-down or an uneven stage."""
     delay_s: float = 0.06
-    """Extra time of a slow collective, or length of a pause."""
+    """Extra time of a slow collective, length of a pause, or time that data is waited for."""
     rows: int | None = None
     """Acts only where one expert computes that many rows, in all layers."""
     seed: int = 0
@@ -79,6 +79,9 @@ KINDS = {
     "contention": "every group of the job is slow",
     "group_slowdown": "all ranks compute slowly",
     "rotating_pauses": "changing ranks pause for garbage collection",
+    "stage_imbalance": "the rank's pipeline stage has more work than the others",
+    "sequence_imbalance": "each rank gets sequences of another length in each step",
+    "slow_loading": "all ranks wait for data before each step",
     "hang": "a rank stands still in a layer until somebody reports it",
 }
 """What each kind of fault does."""

@@ -47,15 +47,26 @@ class Target:
 
 Corrupt = Callable[[torch.Tensor], None]
 HANG_LASTS_S = 60.0  # a hang that nobody reports ends by itself
-JOB_WIDE = ("contention", "group_slowdown", "rotating_pauses")
+JOB_WIDE = (
+    "contention",
+    "group_slowdown",
+    "rotating_pauses",
+    "sequence_imbalance",
+    "slow_loading",
+)
+COMPUTES_SLOWLY = ("straggler", "group_slowdown", "stage_imbalance")
+IN_THE_DATA = ("sequence_imbalance", "slow_loading")
+"""Kinds that the drill itself carries out, where it makes its batches."""
 
 
-def acts_on(fault: FaultAt, rank: int, hosts: tuple[str, ...]) -> bool:
+def acts_on(fault: FaultAt, rank: int, topology: Topology) -> bool:
     """Tell whether a fault has to be injected on a rank."""
     if fault.kind in JOB_WIDE:
         return True
     if fault.kind == "slow_nic":
-        return hosts[rank] == hosts[fault.rank]
+        return topology.hosts[rank] == topology.hosts[fault.rank]
+    if fault.kind == "stage_imbalance":
+        return topology.dense[rank].p == topology.dense[fault.rank].p
     return rank == fault.rank
 
 
@@ -69,12 +80,14 @@ def inject(fault: FaultAt, target: Target) -> Undo:
     Raises:
         ScoutError: the layer does not exist.
     """
+    if fault.kind in IN_THE_DATA:
+        return lambda: None
     if not 0 <= fault.layer < len(target.layers):
         raise ScoutError(
             f"fault layer={fault.layer}: the model has layers 0..{len(target.layers) - 1}"
         )
     layer = target.layers[fault.layer]
-    if fault.kind in ("straggler", "group_slowdown"):
+    if fault.kind in COMPUTES_SLOWLY:
         undos = [_slow(each, fault.percent / 100.0) for each in target.layers]
         return lambda: _all(undos)
     if fault.kind in ("slow_nic", "slow_link", "slow_machine", "contention"):

@@ -21,6 +21,7 @@ from scout_core.errors import ScoutError
 from scout_core.integration.expert_sites import as_data_ranks
 from scout_core.lab import moe
 from scout_core.lab.model import GPT
+from scout_core.lab.pipeline import STAGES, Stage
 
 EXPERT_RANKS = 2  # expert-parallel positions of the layout "moe"
 
@@ -32,6 +33,7 @@ class Parallelism(enum.StrEnum):
     FSDP2 = "fsdp2"
     HSDP = "hsdp"  # replicas x shards
     HSDP_TP = "hsdp_tp"  # replicas x shards x 2 tensor-parallel positions
+    PP_FSDP = "pp_fsdp"  # 2 pipeline stages x shards
     MOE = "moe"  # shards; experts on 2 expert-parallel positions x their replicas
 
 
@@ -58,21 +60,21 @@ def degrees(parallelism: Parallelism, ranks: int) -> dict[str, int]:
     if parallelism is Parallelism.FSDP2:
         return {"s": ranks}
     if parallelism is Parallelism.MOE:
-        if ranks % EXPERT_RANKS:
-            raise ScoutError(
-                f"--ranks {ranks} cannot be laid out as moe: it needs a multiple of "
-                f"{EXPERT_RANKS}; use 6 or 8"
-            )
-        return {"s": ranks // EXPERT_RANKS, "e": EXPERT_RANKS}
+        return {"s": _part(parallelism, ranks, EXPERT_RANKS), "e": EXPERT_RANKS}
+    if parallelism is Parallelism.PP_FSDP:
+        return {"p": STAGES, "s": _part(parallelism, ranks, STAGES)}
     tensor = 2 if parallelism is Parallelism.HSDP_TP else 1
-    shards = 2
-    replicas, rest = divmod(ranks, tensor * shards)
-    if rest or not replicas:
+    return {"d": _part(parallelism, ranks, 2 * tensor), "s": 2, "t": tensor}
+
+
+def _part(parallelism: Parallelism, ranks: int, unit: int) -> int:
+    parts, rest = divmod(ranks, unit)
+    if rest:
         raise ScoutError(
             f"--ranks {ranks} cannot be laid out as {parallelism.value}: it needs a multiple of "
-            f"{tensor * shards}; use 4 or 8"
+            f"{unit}; use {unit * 2} or 8"
         )
-    return {"d": replicas, "s": shards, "t": tensor}
+    return parts
 
 
 def topology(parallelism: Parallelism, ranks: int, ranks_per_host: int | None = None) -> Topology:
@@ -88,9 +90,7 @@ def topology(parallelism: Parallelism, ranks: int, ranks_per_host: int | None = 
         ]
         hosts = None if ranks_per_host is None else host_names(ranks, ranks_per_host)
         return Topology.from_coordinates(as_data_ranks(places), places, hosts)
-    return Topology.from_degrees(
-        d=sizes.get("d", 1), s=sizes.get("s", 1), t=sizes.get("t", 1), hosts=ranks_per_host
-    )
+    return Topology.from_degrees(order="pdstce", hosts=ranks_per_host, **sizes)
 
 
 def parallelise(
@@ -114,8 +114,8 @@ def parallelise(
         mesh = init_device_mesh(device, shape, mesh_dim_names=("dp_shard", "ep"))
         moe.shard(model, mesh)
         return model, mesh
-    names = {"d": "dp_replicate", "s": "dp_shard", "t": "tp"}
-    axes = [axis for axis in "dst" if axis in sizes]
+    names = {"p": "pp", "d": "dp_replicate", "s": "dp_shard", "t": "tp"}
+    axes = [axis for axis in "pdst" if axis in sizes]
     if parallelism is not Parallelism.HSDP_TP:
         axes = [axis for axis in axes if axis != "t"]
     mesh = init_device_mesh(
@@ -123,14 +123,19 @@ def parallelise(
         tuple(sizes[axis] for axis in axes),
         mesh_dim_names=tuple(names[axis] for axis in axes),
     )
+    trained: GPT | Stage = model
+    if "p" in axes:
+        trained = Stage(model, mesh["pp"].get_local_rank())
     if "t" in axes:
         for layer in model.layers:
             parallelize_module(layer, mesh["tp"], TP_PLAN)
     data = mesh["dp_replicate", "dp_shard"] if "d" in axes else mesh["dp_shard"]
-    for layer in model.layers:
+    for layer in trained.layers:
         fully_shard(layer, mesh=data)
-    fully_shard(model, mesh=data)
-    return model, mesh
+    fully_shard(trained, mesh=data)
+    if isinstance(trained, Stage):
+        trained.connect(mesh)
+    return trained, mesh
 
 
 def host_names(ranks: int, ranks_per_host: int) -> tuple[str, ...]:
