@@ -46,8 +46,11 @@ def expert_layout(ranks: int, axis: str) -> Topology:
 
 
 def one_of_each_group(draw: random.Random, ranks: int, step: int) -> tuple[FaultAt, FaultAt]:
-    """A faulty rank in each of the two groups of expert replicas."""
-    first, second = (2 * draw.randrange(ranks // 2) + e for e in range(2))
+    """A faulty rank in each of the two groups of expert replicas.
+
+    They do not exchange tokens with each other: of two such faults at once nobody can be named.
+    """
+    first, second = (2 * pair + e for e, pair in enumerate(draw.sample(range(ranks // 2), 2)))
     return tuple(draw_fault(draw, r, draw.choice(ROWS), step) for r in (first, second))  # type: ignore[return-value]
 
 
