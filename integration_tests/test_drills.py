@@ -10,7 +10,7 @@ import pytest
 from scout_core.decision.consensus import Status
 from scout_core.decision.incident import Kind
 from scout_core.lab.campaign import TINY, CampaignPlan, run_campaign
-from scout_core.lab.drill import DrillPlan, draw_fault, run_drill
+from scout_core.lab.drill import DrillPlan, draw_fault, run_drill, steps_needed
 from scout_core.lab.faults import Magnitude, Surface
 from scout_core.lab.parallel import Parallelism
 
@@ -91,4 +91,34 @@ def test_a_compute_straggler_is_named(ranks: int, percent: float) -> None:
     print(f"seed {seed}")
     fault = draw_fault("straggler", ranks, 4, seed, percent=percent, step=8)
     outcome = run_drill(DrillPlan(Parallelism.DDP, ranks, (fault,), 24, 1, timeout_s=180))
+    assert outcome.passed
+
+
+UNEVEN = [
+    ("stage_imbalance", Parallelism.PP_FSDP, 4, "IMBALANCE_STAGE"),
+    ("sequence_imbalance", Parallelism.DDP, 3, "IMBALANCE_DATA"),
+    ("rotating_pauses", Parallelism.DDP, 3, "IMBALANCE_PAUSES"),
+    ("slow_loading", Parallelism.FSDP2, 3, "IMBALANCE_LOADING"),
+]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("kind", "parallelism", "ranks", "reason"), UNEVEN)
+def test_uneven_work_is_explained_and_names_nobody(
+    kind: str, parallelism: Parallelism, ranks: int, reason: str
+) -> None:
+    fault = draw_fault(kind, ranks, 4, random.SystemRandom().randrange(1 << 16))
+    steps = steps_needed([fault], 6, 4)
+    outcome = run_drill(DrillPlan(parallelism, ranks, (fault,), steps, 6, timeout_s=280))
+    assert outcome.missed == []
+    assert reason in {incident.reason for incident in outcome.incidents}
+    assert all(incident.culprits == () for incident in outcome.incidents)
+
+
+@pytest.mark.timeout(300)
+def test_a_corruption_in_a_pipeline_stage_is_named_among_the_ranks_of_its_stage() -> None:
+    fault = draw_fault("sdc", 6, 2, random.SystemRandom().randrange(1 << 16), step=2)
+    outcome = run_drill(
+        DrillPlan(Parallelism.PP_FSDP, 6, (fault,), steps_needed([fault], 1, 4), 1, timeout_s=280)
+    )
     assert outcome.passed

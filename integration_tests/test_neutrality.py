@@ -10,7 +10,14 @@ import pytest
 from integration_tests.jobs import JobOptions, JobResult, train
 from scout_core.testing import run_ranks
 
-SCOUT = {"interval_steps": 1, "on_error": "raise", "timing_repeats": 2, "exchange_timeout_s": 50}
+SCOUT = {
+    "interval_steps": 1,
+    "on_error": "raise",
+    "timing_repeats": 2,
+    "exchange_timeout_s": 50,
+    "communication": {"probe_interval_steps": 2},
+    "workload": {"interval_steps": 3},
+}
 
 CASES = {
     "ddp": JobOptions("ddp", 4, dropout=0.1),
