@@ -10,13 +10,8 @@ from typing import Any
 from scout_core.decision.incident import Incident, Kind
 from scout_core.lab.faults import FaultAt
 
-PRELOADED = (
-    "integration_tests.deepspeed_server",
-    "integration_tests.deepspeed_jobs",
-    "integration_tests.moe_jobs",
-)
-"""What the fork server of these tests imports. A pytest process has one, and the last call of
-`preload` before its start counts, so all files name the same."""
+PRELOADED = ("integration_tests.deepspeed_server", "integration_tests.deepspeed_jobs")
+"""What the fork server of these tests imports."""
 CONFIGS = pathlib.Path(__file__).parent.parent / "configs" / "deepspeed"
 SCOUT: dict[str, Any] = {
     "interval_steps": 1,

@@ -21,6 +21,7 @@ from scout_core.decision.incident import Incident
 from scout_core.decision.topology import Topology
 from scout_core.integration.hang_watch import HangWatch
 from scout_core.report.events import RunDir
+from scout_core.testing import preload
 
 STALL_S: Final = 1.5
 DEADLINE_S: Final = 20.0
@@ -29,13 +30,11 @@ AGENT_GONE_S: Final = 10.0
 LOOPBACK: Final = {"GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(
+preload(
     [
-        "torch.distributed",
         "torch.distributed.fsdp",
         "torch.distributed.pipelining",
         "scout_core.integration.hang_watch",
-        "scout_core.testing",
     ]
 )
 

@@ -7,7 +7,6 @@ import json
 import os
 import pathlib
 import random
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -30,7 +29,7 @@ from scout_core.decision.consensus import Status
 from scout_core.decision.incident import Incident, Kind
 from scout_core.lab.faults import FaultAt, Magnitude, Surface
 from scout_core.report.events import RunDir
-from scout_core.testing import preload, run_ranks
+from scout_core.testing import preload, reserved_port, run_ranks
 
 pytestmark = [
     pytest.mark.timeout(400),
@@ -365,16 +364,10 @@ def test_an_import_or_torchs_autoload_arms_too_and_nothing_starts_without_arms_o
 ) -> None:
     config, losses = write_config(tmp_path, has_block), tmp_path / "losses.json"
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    place = {**alone, "MASTER_PORT": str(free_port()), **environment}
-    said = started(tmp_path, [*way, SCRIPT, config, losses], **place)
+    with reserved_port() as port:
+        place = {**alone, "MASTER_PORT": str(port), **environment}
+        said = started(tmp_path, [*way, SCRIPT, config, losses], **place)
     assert ("scout: deepspeed, 1 peer group(s) of 1" in said) is starts
     assert ("scout:" in said) is starts
     written = {"ds_config.json", "losses.json", *(["run"] if starts else [])}
     assert {path.name for path in tmp_path.iterdir()} == written
-
-
-def free_port() -> int:
-    """A port that the kernel chose."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from integration_tests.deepspeed_cases import PRELOADED
 from integration_tests.moe_jobs import (
     Seen,
     damaged_payload,
@@ -31,7 +30,7 @@ from scout_core.lab.parallel import topology
 from scout_core.testing import RankFailed, preload, run_ranks
 
 pytestmark = pytest.mark.timeout(400)
-preload(PRELOADED)
+preload(["integration_tests.moe_jobs"])
 
 
 def drawn() -> random.Random:

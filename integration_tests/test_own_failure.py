@@ -89,7 +89,7 @@ def _break(case: str, session: Any) -> None:
     elif case == "arming raises":
         session._checker._subject = fail
     elif case == "interpreting raises":
-        session._checker._interpreter.news = fail
+        session._checker.interpreter.news = fail
     elif case == "a collective fails":
         session._exchange.all_gather = fail
 

@@ -6,21 +6,20 @@ not see torchtitan's CPU shim. Reads pickled `Job`s from stdin, writes pickled `
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import os
 import pathlib
 import pickle
 import signal
-import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import BinaryIO
 
 from integration_tests import torchtitan_shim
 from integration_tests.torchtitan_job import Job, Outcome
+from scout_core.testing import reserved_port
 
 PRELOADED = (
     "torchtitan.models.deepseek_v3",
@@ -54,7 +53,7 @@ def run_job(job: Job, body: Body) -> Outcome:
     folder = pathlib.Path(job.folder)
     folder.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
-    with _reserved_port() as port:
+    with reserved_port() as port:
         ranks = [_fork(job, rank, port, folder, body) for rank in range(job.ranks)]
         codes = _wait_for(ranks, job, started + job.timeout_s)
     spent = time.monotonic() - started
@@ -116,15 +115,6 @@ def _fork(job: Job, rank: int, port: int, folder: pathlib.Path, body: Body) -> i
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
-
-
-@contextlib.contextmanager
-def _reserved_port() -> Iterator[int]:
-    """Hold a port that rank 0 can listen on, and no other process is given by the system."""
-    with socket.socket() as holder:
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch's store does
-        holder.bind(("127.0.0.1", 0))  # and does not listen
-        yield int(holder.getsockname()[1])
 
 
 def _send(answers: BinaryIO, value: object) -> None:

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import faulthandler
 import multiprocessing
 import os
 import pathlib
+import socket
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from typing import Any, NamedTuple
 
 # A fork server that has already imported torch starts a rank in ~0.1 s instead of several s.
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch.distributed", "scout_core.testing"])
+_preloaded = ["torch.distributed", "scout_core.testing"]
+_context.set_forkserver_preload(_preloaded)
 
 
 class RankFailed(AssertionError):
@@ -36,8 +39,12 @@ class _Job(NamedTuple):
 
 
 def preload(modules: Sequence[str]) -> None:
-    """Import more modules once in the fork server; call it before the first `run_ranks`."""
-    _context.set_forkserver_preload(["torch.distributed", "scout_core.testing", *modules])
+    """Import more modules once in the fork server; call it before the first `run_ranks`.
+
+    A process has one fork server, so what all test modules ask for is imported together.
+    """
+    _preloaded.extend(name for name in modules if name not in _preloaded)
+    _context.set_forkserver_preload(_preloaded)
 
 
 def run_ranks(
@@ -61,12 +68,13 @@ def run_ranks(
         RankFailed: some rank raised, died or was late; late ranks are shown with their stacks.
     """
     deadline = time.monotonic() + timeout_s
-    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+    with contextlib.ExitStack() as held:
+        folder = held.enter_context(tempfile.TemporaryDirectory(prefix="ranks-"))
         store = str(pathlib.Path(folder) / "store")
         job = _Job(world_size, store, folder, deadline, timeout_s, init_group, body, args)
         pipes: list[Connection] = []
         ranks: list[ForkServerProcess] = []
-        port = _free_port()
+        port = held.enter_context(reserved_port())
         try:
             for rank in range(world_size):
                 ours, theirs = _context.Pipe(duplex=False)
@@ -84,12 +92,13 @@ def run_ranks(
                 pipe.close()
 
 
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+@contextlib.contextmanager
+def reserved_port() -> Iterator[int]:
+    """Hold a port that torch's store can listen on, and that the system gives to nobody else."""
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch's store does
+        holder.bind(("127.0.0.1", 0))  # and does not listen
+        yield int(holder.getsockname()[1])
 
 
 def _rank_main(pipe: Connection, rank: int, job: _Job, port: int) -> None:
