@@ -30,7 +30,7 @@ from scout_core.integration.expert_facts import ExpertClass
 from scout_core.integration.experts import Experts
 from scout_core.integration.framework import Site
 from scout_core.lab import moe_catalog
-from scout_core.lab.drill import STAGES, DrillPlan, start, train_step
+from scout_core.lab.drill import EXPERT_STAGES, DrillPlan, start, train_step
 from scout_core.lab.model import GPTConfig, Text
 from scout_core.lab.moe import MoEConfig, moe_gpt
 from scout_core.lab.parallel import Parallelism, parallelise, topology
@@ -40,7 +40,7 @@ RANKS = 4
 NEVER = 1_000_000_000
 MODEL = GPTConfig(layers=4, width=64, heads=4, context=64)
 MOE = MoEConfig(experts=4, alignment=16, most_rows=512)
-SAMPLED = {"experts": {"modules": STAGES}}
+SAMPLED = {"experts": {"modules": EXPERT_STAGES}}
 JOBS: dict[str, dict[str, Any] | None] = {
     "without SCOUT": None,
     "idle hooks": {"interval_steps": NEVER, "experts": {}},

@@ -293,6 +293,7 @@ def test_where_collectives_cannot_be_observed_torchs_own_record_names_the_rank()
 def test_a_job_that_is_told_to_end_is_no_fault() -> None:
     with Job(train_until_told, SIZE, 1) as job:
         agents = job.wait(job.agents)
+        job.wait(lambda: all(row["step"] > 0 for row in ask(job.run_dir.path)["ranks"]))
         for rank in job.ranks:
             rank.terminate()
         job.event("job_terminated")

@@ -25,7 +25,7 @@ from scout_core.decision.incident import Incident, Kind
 from scout_core.errors import ScoutError
 from scout_core.evidence.catalog_store import read_catalog, write_catalog
 from scout_core.lab import moe_catalog
-from scout_core.lab.drill import STAGES, DrillPlan
+from scout_core.lab.drill import EXPERT_STAGES, DrillPlan
 from scout_core.lab.parallel import topology
 from scout_core.testing import RankFailed, preload, run_ranks
 
@@ -85,7 +85,7 @@ def test_rows_that_the_catalogue_omits_are_replayed_themselves(tmp_path: pathlib
     plan = plan_of(6, draw.randrange(1 << 16), most_rows=16)
     path = tmp_path / moe_catalog.CATALOGUE
     catalogue(tmp_path, plan)
-    experts = {"modules": STAGES, "catalogue": str(path)}
+    experts = {"modules": EXPERT_STAGES, "catalogue": str(path)}
     faulty = draw.randrange(6)
     results = run_ranks(6, executed_rows, plan, str(tmp_path), faulty, experts, timeout_s=380)
     for seen in results:
@@ -104,7 +104,7 @@ def test_in_another_environment_executed_rows_are_replayed_and_the_field_is_name
     other = replace(file, environment=replace(file.environment, driver="999.1"))
     path = tmp_path / moe_catalog.CATALOGUE
     write_catalog(path, other)
-    experts = {"modules": STAGES, "catalogue": str(path)}
+    experts = {"modules": EXPERT_STAGES, "catalogue": str(path)}
     results = run_ranks(
         6, executed_rows, plan, str(tmp_path), draw.randrange(6), experts, timeout_s=380
     )
@@ -122,7 +122,7 @@ def test_in_another_environment_experts_are_left_out_where_that_is_wanted(
     file = catalogue(tmp_path, plan)
     path = tmp_path / moe_catalog.CATALOGUE
     write_catalog(path, replace(file, environment=replace(file.environment, nccl="9.9")))
-    experts = {"modules": STAGES, "catalogue": str(path), "on_drift": "not_covered"}
+    experts = {"modules": EXPERT_STAGES, "catalogue": str(path), "on_drift": "not_covered"}
     results = run_ranks(4, uncovered, plan, str(tmp_path), experts, timeout_s=300)
     for seen in results:
         assert judged(seen.healthy) == []
@@ -144,7 +144,7 @@ def test_a_catalogue_with_a_wrong_count_stops_the_start_on_all_ranks(
     content = {**file, "regimes": [wrong]}
     del content["checksum"]
     path.write_text(json.dumps({**content, "checksum": checksum(content)}))
-    experts = {"modules": STAGES, "catalogue": str(path)}
+    experts = {"modules": EXPERT_STAGES, "catalogue": str(path)}
     with pytest.raises(RankFailed, match="does not execute what it should cover"):
         run_ranks(4, uncovered, plan, str(tmp_path), experts, timeout_s=300)
     with pytest.raises(ScoutError, match="does not execute what it should cover"):

@@ -50,7 +50,7 @@ from scout_core.observer.limits import Limits, phase_named
 from scout_core.observer.member import Examination, Member, _signal_thread
 from scout_core.observer.plan import HubAddress, Node, Plan, Start
 from scout_core.observer.reach import reachable
-from scout_core.observer.reporter import Reporter
+from scout_core.observer.reporter import TOGETHER_S, Reporter
 from scout_core.observer.wire import (
     HubSocket,
     Keys,
@@ -439,7 +439,7 @@ def test_a_node_that_does_not_answer_a_round_delays_it_by_its_deadline_only(worl
     assert len(world.run_dir.incidents()) == 1
 
 
-def dead(rank: int, code: int, age_s: float = 0.1) -> RankSnapshot:
+def dead(rank: int, code: int | None, age_s: float = 0.1) -> RankSnapshot:
     return RankSnapshot(rank, state=ProcessState.DEAD, exit_code=code, state_age_s=age_s)
 
 
@@ -457,8 +457,9 @@ def test_a_death_is_reported_after_a_grace_with_the_ranks_that_died_of_it(world:
     assert world.events == []  # a dead process does not come back
 
 
-def end_all(world: World, codes: list[int]) -> None:
-    ages = [0.5 if rank == 2 else 0.2 for rank in range(4)]
+def end_all(world: World, codes: list[int | None], lead_s: float = 0.3) -> None:
+    """End all ranks, rank 2 a while before the others."""
+    ages = [0.2 + lead_s if rank == 2 else 0.2 for rank in range(4)]
     snapshots = [pack(dead(rank, codes[rank], ages[rank])) for rank in range(4)]
     for node in (0, 1):
         world.alarm(node, [], died=[2 * node, 2 * node + 1])
@@ -472,6 +473,23 @@ def test_a_job_that_was_told_to_end_is_no_fault(world: World) -> None:
     assert world.events == ["job_terminated"]
     assert not world.hub.busy
     assert not world.hub.others_train(world.now_s)
+
+
+@pytest.mark.parametrize("lead_s", [-0.3, 0.0, TOGETHER_S / 2])
+def test_an_exit_code_that_was_lost_does_not_accuse_anybody_of_an_end_on_request(
+    world: World, lead_s: float
+) -> None:
+    end_all(world, [-15, None, None, -15], lead_s)
+    assert world.run_dir.incidents() == []
+    assert world.events == ["job_terminated"]
+
+
+@pytest.mark.parametrize("code", [None, -9])
+def test_a_death_before_the_others_were_asked_to_end_is_named(
+    world: World, code: int | None
+) -> None:
+    end_all(world, [-15, None, code, -15])
+    assert [i.culprit_ranks for i in world.run_dir.incidents()] == [(2,)]
 
 
 def test_a_launcher_that_ends_the_rest_does_not_hide_the_first_death(world: World) -> None:

@@ -59,7 +59,13 @@ def make_plan(
         ScoutError: an option that cannot be used, with the way out.
     """
     from scout_core.errors import ScoutError
-    from scout_core.lab.drill import LEARNS, DrillPlan, draw_fault, steps_needed
+    from scout_core.lab.drill import (
+        LEARNS,
+        DrillPlan,
+        draw_fault,
+        layers_per_rank,
+        steps_needed,
+    )
     from scout_core.lab.faults import parse_fault
     from scout_core.lab.model import GPTConfig
     from scout_core.lab.parallel import Parallelism
@@ -72,7 +78,7 @@ def make_plan(
             raise ScoutError(f"{option} {value} must be >= 1")
     if len(faults) > ranks:
         raise ScoutError(f"{len(faults)} faults need as many ranks, but --ranks is {ranks}")
-    layers = GPTConfig().layers
+    layers = layers_per_rank(Parallelism(parallelism), GPTConfig())
     drawn = []
     for i, text in enumerate(faults):
         kind, fixed = parse_fault(text)

@@ -32,7 +32,7 @@ from scout_core.lab.injection import Target, acts_on, inject
 from scout_core.lab.model import GPT, GPTConfig, Text, loss_of
 from scout_core.lab.moe import MoEConfig, moe_gpt
 from scout_core.lab.parallel import Parallelism, host_names, parallelise, topology
-from scout_core.lab.pipeline import Stage
+from scout_core.lab.pipeline import STAGES, Stage
 from scout_core.report.events import RunDir
 
 REPORTED_AS: dict[str, tuple[str, ...]] = {
@@ -53,12 +53,18 @@ REPORTED_AS: dict[str, tuple[str, ...]] = {
 """Beginnings of the reason codes that a fault of each kind is rightly reported with."""
 NAMES_A_RANK = ("sdc", "gradient", "straggler", "slow_machine", "hang")
 """Kinds of fault whose report must name the faulty rank; all others must name nobody."""
-STAGES = r"moe\.experts$"  # names of the expert stages
-LEARNING_STEPS = 16  # a group is compared with its own past from here on
+EXPERT_STAGES = r"moe\.experts$"  # names of the expert stages
 LEARNS = ("slow_nic", "contention", "group_slowdown")
 """Kinds of fault that all siblings share, so that only the past shows them."""
+FIRST_STEP = {"straggler": 8, **dict.fromkeys(LEARNS, 16)}
+"""Steps before which faults would come while the rules still learn what is usual."""
 UNEVEN = ("rotating_pauses", "stage_imbalance", "sequence_imbalance", "slow_loading")
 """Kinds of fault that are told from windows of the job's own work."""
+
+
+def layers_per_rank(parallelism: Parallelism, model: GPTConfig) -> int:
+    """Hidden layers that each rank has at least."""
+    return model.layers // (STAGES if parallelism is Parallelism.PP_FSDP else 1)
 
 
 @dataclass(frozen=True)
@@ -102,10 +108,10 @@ class DrillPlan:
                     f"--fault rank={fault.rank} does not exist with --ranks {self.ranks}; "
                     f"use 0..{self.ranks - 1}"
                 )
-            if not 0 <= fault.layer < self.model.layers:
+            layers = layers_per_rank(self.parallelism, self.model)
+            if not 0 <= fault.layer < layers:
                 raise ScoutError(
-                    f"--fault layer={fault.layer} does not exist; the model has layers "
-                    f"0..{self.model.layers - 1}"
+                    f"--fault layer={fault.layer} does not exist; a rank has layers 0..{layers - 1}"
                 )
             if fault.rows is not None:
                 self._refuse_rows(fault.rows)
@@ -294,7 +300,10 @@ def start(
     torch.manual_seed(plan.seed * 1009 + rank)
     if plan.has_experts:
         catalogue = str(pathlib.Path(folder) / moe_catalog.CATALOGUE)
-        config_fields = {"experts": {"modules": STAGES, "catalogue": catalogue}, **config_fields}
+        config_fields = {
+            "experts": {"modules": EXPERT_STAGES, "catalogue": catalogue},
+            **config_fields,
+        }
     config = ScoutConfig.parse({**plan.config, **config_fields}, "the drill's configuration")
     exchange = GroupExchange(torch.device("cpu"), config.exchange_timeout_s)
     patterns = Patterns(experts=config.experts.modules)
@@ -348,7 +357,7 @@ def draw_fault(kind: str, plan_ranks: int, layers: int, seed: int, **fixed: Any)
     drawn: dict[str, Any] = {
         "rank": rng.randrange(plan_ranks),
         "layer": rng.randrange(layers),
-        "step": rng.randrange(4, 9) + (LEARNING_STEPS if kind in LEARNS else 0),
+        "step": rng.randrange(4, 9) + FIRST_STEP.get(kind, 0),
         "seed": rng.randrange(1 << 30),
     }
     if kind == "stage_imbalance":

@@ -14,7 +14,7 @@ from typing import Any, Final, Protocol
 
 from scout_core.decision.snapshots import ProcessState, RankSnapshot
 from scout_core.observer.plan import Node, Plan
-from scout_core.observer.reporter import ASKED_TO_END, Reporter
+from scout_core.observer.reporter import Reporter, were_asked_to_end
 from scout_core.observer.second_source import with_traces
 from scout_core.observer.wire import Message, unpack
 
@@ -246,8 +246,6 @@ class Hub:
 def _may_all_be_ending(snapshots: Collection[RankSnapshot]) -> bool:
     """A process that was asked to end may be the first of a whole job that is being ended."""
     dead = [s for s in snapshots if s.state is ProcessState.DEAD]
-    return (
-        bool(dead)
-        and all(s.exit_code in ASKED_TO_END for s in dead)
-        and all((s.state_age_s or 0.0) < TERMINATION_GRACE_S for s in dead)
+    return were_asked_to_end(dead) and all(
+        (s.state_age_s or 0.0) < TERMINATION_GRACE_S for s in dead
     )

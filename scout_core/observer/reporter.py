@@ -21,6 +21,8 @@ OBSERVER: Final = -1
 """Rank of events that no trainer emits."""
 ASKED_TO_END: Final = frozenset({-signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP})
 """Exit codes of processes that somebody asked to end."""
+TOGETHER_S: Final = 0.1
+"""Processes that are asked to end together do so within this time of one another."""
 
 _JUDGED_BY_LIMITS: Final = frozenset(
     {
@@ -149,11 +151,21 @@ def _was_ended_on_request(snapshots: Sequence[RankSnapshot]) -> bool:
     """All of the job was asked to end: nobody is at fault."""
     dead = [s for s in snapshots if s.state is ProcessState.DEAD]
     gone = (ProcessState.DEAD, ProcessState.EXITED)
-    return (
-        bool(dead)
-        and all(s.exit_code in ASKED_TO_END for s in dead)
-        and all(s.state in gone for s in snapshots)
-    )
+    return were_asked_to_end(dead) and all(s.state in gone for s in snapshots)
+
+
+def were_asked_to_end(dead: Sequence[RankSnapshot]) -> bool:
+    """Tell whether somebody asked the dead processes to end.
+
+    An exit code is lost when the parent collects it before we look. Such a process counts as one
+    of them, unless it died before the others: then the launcher may have ended them for its sake.
+    """
+    asked = [s for s in dead if s.exit_code in ASKED_TO_END]
+    unknown = [s for s in dead if s.exit_code is None]
+    if not asked or len(asked) + len(unknown) < len(dead):
+        return False
+    first_s = max(s.state_age_s or 0.0 for s in asked)
+    return all((s.state_age_s or 0.0) <= first_s + TOGETHER_S for s in unknown)
 
 
 def _outstanding(snapshot: RankSnapshot) -> Iterator[tuple[str, Operation]]:
