@@ -19,6 +19,7 @@ from scout_core.decision.topology import LayoutName, Topology
 from scout_core.integration.check import Repeated, Result, WorkGroups, dissent_finding
 from scout_core.integration.ledger import stamped
 
+LEAST_SLOWDOWN = 1.05  # a machine that warms up or has other guests drifts by less
 MAX_ABSENCES = 3  # turns in a row in which no rank has a call: the recipe is then retired
 
 
@@ -154,7 +155,7 @@ class Interpreter:
                 continue
             recipe = _timed_recipe(result, peers)
             trend = self._trend.update(recipe, statistics.median(times.values()))
-            if trend.slow:
+            if trend.slow and trend.factor >= LEAST_SLOWDOWN:
                 incidents.append(
                     narrate.group_slowdown(times, trend.factor, trend.checks, self._compares, scene)
                 )
