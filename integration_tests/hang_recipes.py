@@ -1,4 +1,4 @@
-"""How real jobs stopped (the bug log of PEERS section 3), as small gloo programs.
+"""How real jobs stopped, from public bug reports, as small gloo programs.
 
 Every recipe is run by all ranks; `trainer.fault` is the rank that does it. What SCOUT must say is
 in the table of test_hangs.py.
@@ -6,10 +6,7 @@ in the table of test_hangs.py.
 
 from __future__ import annotations
 
-import ctypes
-import os
 import queue
-import signal
 import time
 from typing import Any
 
@@ -399,34 +396,3 @@ def is_idle_on_purpose(trainer: Trainer) -> None:
     time.sleep(3.5)
     trainer.watch.resume()
     dist.all_reduce(trainer.x)
-
-
-# What can happen to a process
-
-
-def happens(what: str, trainer: Trainer) -> None:
-    """The faulty rank is struck in the middle of training."""
-    for step in trainer.steps(100_000):
-        dist.all_reduce(trainer.x)
-        if trainer.faulty and step == 5:
-            _STRIKES[what]()
-
-
-def spin() -> None:
-    """Spin in Python."""
-    while True:
-        pass
-
-
-def keep_the_gil() -> None:
-    """Stay in one C call that does not give the GIL up."""
-    ctypes.PyDLL(None).sleep(3600)
-
-
-_STRIKES = {
-    "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
-    "SIGSTOP": lambda: os.kill(os.getpid(), signal.SIGSTOP),
-    "sleep": elsewhere,
-    "spin": spin,
-    "GIL kept": keep_the_gil,
-}

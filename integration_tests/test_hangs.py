@@ -28,6 +28,7 @@ from integration_tests.hang_jobs import (
     Trainer,
     is_running,
 )
+from integration_tests.hang_strikes import happens
 from scout_core.cli.status import ask
 from scout_core.config import HangConfig
 from scout_core.decision.consensus import Status
@@ -163,7 +164,7 @@ LINES = {"sleep": "elsewhere", "spin": "spin", "GIL kept": "keep_the_gil"}
 @pytest.mark.parametrize("rank", range(SIZE))
 @pytest.mark.parametrize("strike", STRIKES)
 def test_what_strikes_a_process_is_named_by_the_survivors(strike: str, rank: int) -> None:
-    with Job(functools.partial(recipes.happens, strike), SIZE, rank) as job:
+    with Job(functools.partial(happens, strike), SIZE, rank) as job:
         incident = job.incident()
     assert (incident.reason, incident.culprit_ranks) == (STRIKES[strike], (rank,))
     if strike in LINES:
@@ -214,7 +215,7 @@ def test_a_pause_just_over_the_limit_is_withdrawn_when_the_job_goes_on() -> None
 
 
 def test_the_verdict_is_printed_once_by_a_living_process() -> None:
-    with Job(functools.partial(recipes.happens, "SIGSTOP"), SIZE, 0) as job:
+    with Job(functools.partial(happens, "SIGSTOP"), SIZE, 0) as job:
         incident = job.incident()
         job.wait(lambda: incident.message in job.output.read_text())
         assert job.output.read_text().count(incident.id) == 1

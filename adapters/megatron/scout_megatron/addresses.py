@@ -20,13 +20,12 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from scout_core.decision.topology import AXES, Coordinate, Topology
 from scout_core.errors import ScoutError
-from scout_core.evidence.exchange import GroupExchange
+from scout_core.evidence.exchange import gather_once
 
 
 @dataclass(frozen=True)
@@ -69,11 +68,7 @@ def place_of(model: Any) -> Place:
 
 def gather_places(mine: Place, timeout_s: float) -> list[Place]:
     """Return the places of all ranks, by global rank; a collective over a group of its own."""
-    exchange = GroupExchange(torch.device("cpu"), timeout_s)
-    everyone = tuple(range(exchange.world_size))
-    gathered = exchange.all_gather(mine.to_wire(), everyone)
-    exchange.close()
-    return [Place.from_wire(part) for part in gathered]
+    return [Place.from_wire(part) for part in gather_once(mine.to_wire(), timeout_s)]
 
 
 def topology_of(places: Sequence[Place]) -> Topology:

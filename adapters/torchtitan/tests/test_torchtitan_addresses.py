@@ -75,7 +75,9 @@ def test_addresses_agree_with_every_mesh_of_torchtitan(dims: Dims) -> None:
     dims.etp = dims.tp if dims.etp == 2 else 1  # what torchtitan allows
     assume((dims.dp_shard * dims.cp * dims.tp) % (dims.ep * dims.etp) == 0)
     dims.rank %= dims.world_size
-    check_against_meshes(dims, topology_of(dims), dims.rank)  # type: ignore[arg-type]
+    found = topology_of(dims)  # type: ignore[arg-type]
+    assert found.world_size == dims.world_size
+    check_against_meshes(dims, found, dims.rank)  # type: ignore[arg-type]
 
 
 @given(degrees, st.sampled_from(["pp", "dp_replicate", "batch", "fsdp", "cp", "tp"]))
