@@ -1,4 +1,4 @@
-"""Which all-to-all to replay: bounded matrices that every rank builds alike (SPEC section 7).
+"""Which all-to-all to replay: bounded matrices that every rank builds alike.
 
 The real split sizes of an expert all-to-all depend on the routing, so two ranks never hold the same
 matrix before they have exchanged something. A replay uses a matrix that follows from the group

@@ -1,4 +1,4 @@
-"""Temporal baseline: a group or a job that became slower than it was (SPEC section 2).
+"""Temporal baseline: a group or a job that became slower than it was.
 
 Comparing peers cannot see a whole group slow down together, because the median moves with it; the
 paper says so and leaves the gap. This one-sided cumulative sum closes it. It never names a rank:

@@ -1,4 +1,4 @@
-"""The execution-path catalogue of MoE experts: few shapes that stand for all (SPEC section 7).
+"""The execution-path catalogue of MoE experts: few shapes that stand for all.
 
 Routing gives every expert another number of rows at every step, so thousands of shapes are
 admissible. Shape alpha covers shape beta when both have the same fingerprint F (kernels and

@@ -1,6 +1,6 @@
 """C3 Exact on progress coordinates: the verdict where no pending operation is known.
 
-SPEC section 5: a laggard leaves a stale coordinate and the waiters later, mutually equal ones.
+A laggard leaves a stale coordinate and the waiters later, mutually equal ones.
 This only holds among ranks that count operations alike, so with pipeline stages it usually ends
 inconclusive; the wait-for graph of `decision.hang` decides wherever operations are known.
 """

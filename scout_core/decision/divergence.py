@@ -1,6 +1,6 @@
 """Members of one group that did not enter the same operation: C3 Exact on fingerprints.
 
-SPEC section 5: waiters leave mutually equal fingerprints; a minority that differs took another
+Waiters leave mutually equal fingerprints; a minority that differs took another
 path through the program. Divergence is a cause, never a consequence of waiting.
 """
 

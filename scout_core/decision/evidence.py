@@ -1,7 +1,7 @@
 """Evidence: the small values that ranks exchange, and their form on the wire.
 
 Big tensors never travel: a `Signature` (64 bit) stands for them. Values of different types are not
-comparable, so every kind of evidence has a type of its own (SPEC section 2).
+comparable, so every kind of evidence has a type of its own.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Duration(NamedTuple):
 
 
 class Missing(NamedTuple):
-    """A rank that could not give evidence says so instead of staying away (STYLE rule 7)."""
+    """A rank that could not give evidence says so instead of staying away."""
 
     reason: str
 

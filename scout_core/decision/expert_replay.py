@@ -1,4 +1,4 @@
-"""What the turns of one class of expert stages replay, and what that proves (SPEC section 7).
+"""What the turns of one class of expert stages replay, and what that proves.
 
 All ranks of a job keep one `ExpertReplays` per class and feed it the same agreed values, so they
 plan the same replays without a coordinator; only the accounting of executed rows is a rank's own.

@@ -1,6 +1,6 @@
 """The hang verdict: which ranks hold a stopped job up, and which only wait for them.
 
-SPEC section 5. Blame has a direction, so a vote alone is not enough: across overlapping groups a
+Blame has a direction, so a vote alone is not enough: across overlapping groups a
 majority ties or accuses victims. The rules, in the order in which they decide:
 
 1. A process that is dead, stopped or out of reach is a fault by itself.

@@ -1,4 +1,4 @@
-"""Why a job is slow: a slow worker, or a cause in which no rank is at fault (SPEC section 4).
+"""Why a job is slow: a slow worker, or a cause in which no rank is at fault.
 
 A slow worker is a straggler. Uneven stages, uneven data, pauses of the interpreter and waiting for
 data slow a job down as well, and the rank that happens to be last is then not at fault.

@@ -1,4 +1,4 @@
-"""From "these groups are slow" to "this machine", or to "no rank" (SPEC section 4).
+"""From "these groups are slow" to "this machine", or to "no rank".
 
 A slow communication group accuses all its members alike. A rank is in several groups, so the
 suspects of independent slow groups intersect: a rank that is left names itself and its machine.

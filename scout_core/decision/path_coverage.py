@@ -1,4 +1,4 @@
-"""Which share of what training executed is covered, and by what (SPEC section 7, beyond the paper).
+"""Which share of what training executed is covered, and by what (beyond the paper).
 
 The catalogue is found for chosen shapes; routing produces others. Each executed row vector is
 looked up. One that no representative covers is queued and replayed itself at the next slot. Nothing

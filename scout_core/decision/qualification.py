@@ -1,4 +1,4 @@
-"""What may be compared exactly: only what has proved reproducible (DESIGN rule 5.3).
+"""What may be compared exactly: only what has proved reproducible.
 
 A recipe or a piece of state that is not bitwise reproducible in healthy training is listed as not
 covered; it never accuses anybody.

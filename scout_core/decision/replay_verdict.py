@@ -1,6 +1,6 @@
 """What the gathered evidence of one check means: findings with culprits, or none.
 
-Algorithm 2, lines 7 and 10-11, and the state audit of SPEC section 3. The input is one `Report` per
+Algorithm 2, lines 7 and 10-11, and the audit of state. The input is one `Report` per
 rank of a work group (all ranks that run the same computation); C3 is applied inside each peer
 group, and causes are ordered: a corrupt weight explains the wrong outputs that follow from it, so
 each rank is blamed once, for the earliest stage that differs.

@@ -1,4 +1,4 @@
-"""The calibrated straggler rule: what names a slow rank (SPEC section 2, DESIGN section 4).
+"""The calibrated straggler rule: what names a slow rank.
 
 The paper's statistical rule takes its scale from the one check it judges, and with 3 to 8 peers
 such a scale is often tiny by chance: it flags healthy groups in about half of all checks. This rule

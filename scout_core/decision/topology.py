@@ -1,6 +1,6 @@
 """Who does the same work: logical addresses, peer groups and what they can and cannot show.
 
-SPEC section 1. Every rank has an address r = (d, s, t, p, c, e). t, p, c and e say WHAT work a rank
+Every rank has an address r = (d, s, t, p, c, e). t, p, c and e say WHAT work a rank
 has; only d and s count copies of the same work. Dense layers and expert layers are laid out on
 different grids, so a job has two layouts; they are equal when there are no experts.
 """

@@ -1,6 +1,6 @@
 """The readiness vote: before any replay collective everybody agrees, or nobody enters.
 
-DESIGN rule 5.1. Every rank says which call it holds; from the same votes every rank derives the
+Every rank says which call it holds; from the same votes every rank derives the
 same ballot. A rank that did other work than its peers is named here, as not_comparable.
 """
 

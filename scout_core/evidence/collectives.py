@@ -255,7 +255,7 @@ class _Registry:
                 operation = self._read(spec, args)
                 operation.notes = [(x, x.entered(operation)) for x in listeners]
                 return operation
-        except Exception as error:  # noqa: BLE001 -- the guard of this hook (STYLE rule 7)
+        except Exception as error:  # noqa: BLE001 -- the guard of this hook
             self._disarm(error)
             return None
 
@@ -265,7 +265,7 @@ class _Registry:
         try:
             with self._lock:
                 self._keep(operation, result[-1] if type(result) is tuple else result)
-        except Exception as error:  # noqa: BLE001 -- the guard of this hook (STYLE rule 7)
+        except Exception as error:  # noqa: BLE001 -- the guard of this hook
             self._disarm(error)
 
     def _read(self, spec: Spec, args: tuple[Any, ...]) -> Operation:
@@ -343,7 +343,7 @@ class _Registry:
                 listener.completed(operation, note)
 
     def _disarm(self, error: Exception) -> None:
-        """Stop observing in this process; the job goes on (DESIGN rule 5.1)."""
+        """Stop observing in this process; the job goes on."""
         with self._lock:
             listeners, self._listeners = self._listeners, ()
         for listener in listeners:

@@ -1,7 +1,7 @@
 """Gather and broadcast evidence: over gloo groups of SCOUT's own, or between threads in tests.
 
 Every rank of a group makes the same calls in the same order. Nothing here uses the training
-communicator (DESIGN rule 5.2), and every wait ends at a deadline.
+communicator, and every wait ends at a deadline.
 
 # Note [Names of groups]
 

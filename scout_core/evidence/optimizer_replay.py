@@ -1,4 +1,4 @@
-"""Replay of one optimizer update on a bounded slice (SPEC section 3, "Optimizer replay").
+"""Replay of one optimizer update on a bounded slice.
 
 Every peer runs the real update code on a copy of one peer's (parameter, gradient, state, hyper-
 parameters) slice. Only element-wise optimizers qualify: their update of a slice is the slice of

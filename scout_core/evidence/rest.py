@@ -1,6 +1,6 @@
 """Watch that state at rest does not change between two optimizer steps, without any peer.
 
-SPEC section 8: a shard with a single owner is gathered alike by all peers, so no vote sees it
+A shard with a single owner is gathered alike by all peers, so no vote sees it
 corrupted. But between the end of one update and the start of the next nothing may write it. The
 watch signs it at both ends of the sampled step; that is one step out of every interval.
 """

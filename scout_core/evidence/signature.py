@@ -1,7 +1,7 @@
 """64-bit signatures: a tensor's dtype, shape and raw bytes, folded where the tensor lives.
 
 CPU tensors are hashed with xxh3; accelerator tensors with SCOUT64, on the device, so that only
-8 bytes leave it (SPEC section 2). The two never compare: the algorithm is part of the evidence.
+8 bytes leave it. The two never compare: the algorithm is part of the evidence.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Every rank of the job runs `Check.run` at the end of the same optimizer step, and every decision in
 it is taken from values that all ranks have, so all take the same way through it:
 
-1. vote in the work group, then over the job: all enter, or nobody does (DESIGN rule 5.1);
+1. vote in the work group, then over the job: all enter, or nobody does;
 2. replay, audit, gather the reports in the work group, judge;
 3. if anybody anywhere is suspicious, repeat 2 at once; a mismatch of state is narrowed down;
 4. if anything was found, every rank learns all of it.

@@ -1,6 +1,6 @@
 """The out-of-band hang watch of one trainer: everything that `enable_resiliency` starts for it.
 
-SPEC section 5. The trainer publishes (ring, collectives), its node's agent watches, a hub judges.
+The trainer publishes (ring, collectives), its node's agent watches, a hub judges.
 None of it ever raises into training or makes a peer wait: what cannot be started is said in one
 event, "hang_cover_lost", and the job goes on without cover.
 """

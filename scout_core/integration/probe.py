@@ -1,4 +1,4 @@
-"""Active probe of communication: one small timed collective per process group (SPEC section 4).
+"""Active probe of communication: one small timed collective per process group.
 
 Groups of one kind do not overlap, so they are timed together, wave after wave; groups that overlap
 are never timed at the same time. Each timing starts after a barrier of its group, so that waiting

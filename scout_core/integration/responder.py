@@ -80,7 +80,7 @@ class Responder:
         started.set()
         try:
             self._serve()
-        except Exception as error:  # noqa: BLE001 -- the guard of this thread (STYLE rule 7)
+        except Exception as error:  # noqa: BLE001 -- the guard of this thread
             self._on_failure(error)
 
     def _serve(self) -> None:

@@ -45,7 +45,7 @@ class Session:
     """Attached SCOUT. Made by `enable_resiliency`; all ranks make it together.
 
     Every hook is guarded: an exception of SCOUT ends in one event and in SCOUT switched off on all
-    ranks, never in the training step (DESIGN rules 5.1 and 5.4).
+    ranks, never in the training step.
     """
 
     def __init__(
