@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 
 import numpy as np
 import pytest
@@ -82,6 +83,14 @@ def test_a_slowdown_of_everything_is_the_cluster_and_is_seen_only_against_histor
     check = after(15, job, rule)[-1]
     assert named(check) == {("cluster", None, "")}
     assert min(check.slowdowns.values()) == pytest.approx(1.1, abs=0.03)
+
+
+def test_one_group_that_drifts_a_little_from_its_own_past_accuses_nobody() -> None:
+    job, rule = Job(8), CommunicationRule(TOPOLOGY)
+    after(40, job, rule)
+    kind = random.choice(KINDS)
+    job.slow = {(kind, random.randrange(TOPOLOGY.world_size)): 1.04}
+    assert all(check.diagnosis.healthy for check in after(20, job, rule))
 
 
 def test_a_compute_straggler_is_not_blamed_on_the_network() -> None:

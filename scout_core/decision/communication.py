@@ -21,6 +21,8 @@ from scout_core.decision.topology import MIN_PEERS, Topology
 from scout_core.errors import ScoutError
 
 PATIENCE_CHECKS = 5  # how long a group that may yet turn out slow holds the diagnosis back
+LEAST_FACTOR = 1.15  # a group alone is slow from here on; a little drift counts when most share it
+LEAST_LOSS_S = 50e-6  # and it loses at least this much time
 RISING_CHECKS = 2  # checks of a rise after which a group may yet turn out slow
 STATE_SCHEMA = "scout.communication/1"
 
@@ -68,6 +70,8 @@ class _Judged:
 
     slow: dict[_Key, float] = field(default_factory=dict)
     """With how many times the usual duration they take."""
+    drifting: dict[_Key, float] = field(default_factory=dict)
+    """A little slower than their own past, with how many times the usual duration they take."""
     maybe: set[_Key] = field(default_factory=set)
     """May yet turn out slow."""
     unknown: set[_Key] = field(default_factory=set)
@@ -81,10 +85,18 @@ class CommunicationRule:
     be compared. State is explicit (`state`, `from_state`), so it survives a restart.
     """
 
-    def __init__(self, topology: Topology, kappa: float = 5.0) -> None:
-        """Start without history; `kappa` is the sensitivity of `StragglerRule`."""
+    def __init__(
+        self, topology: Topology, kappa: float = 5.0, least_loss_s: float = LEAST_LOSS_S
+    ) -> None:
+        """Start without history.
+
+        Args:
+            kappa: sensitivity of `StragglerRule`.
+            least_loss_s: a group that loses less time than this is not slow.
+        """
         self._topology = topology
-        self._siblings = StragglerRule(kappa)
+        self._least_loss_s = least_loss_s
+        self._siblings = StragglerRule(kappa, **_floors(least_loss_s))
         self._history = SlowdownRule()
         self._known: dict[_Key, _Known] = {}
         self._slow: frozenset[_Key] = frozenset()
@@ -136,21 +148,26 @@ class CommunicationRule:
 
     @classmethod
     def from_state(
-        cls, state: Mapping[str, Any], topology: Topology, kappa: float = 5.0
+        cls,
+        state: Mapping[str, Any],
+        topology: Topology,
+        kappa: float = 5.0,
+        least_loss_s: float = LEAST_LOSS_S,
     ) -> CommunicationRule:
         """Continue from what `state` returned.
 
         Raises:
             ScoutError: not such a state.
         """
-        rule = cls(topology, kappa)
+        rule = cls(topology, kappa, least_loss_s)
         if state.get("schema") != STATE_SCHEMA:
             raise ScoutError(
                 f"communication state has schema {state.get('schema')!r}, not {STATE_SCHEMA!r}; "
                 "start without it"
             )
         try:
-            rule._siblings = StragglerRule.from_state(state["siblings"], kappa)
+            floors = _floors(least_loss_s)
+            rule._siblings = StragglerRule.from_state(state["siblings"], kappa, **floors)
             rule._history = SlowdownRule.from_state(state["history"])
             for plain in state["groups"]:
                 rule._know(_key(plain))
@@ -187,7 +204,9 @@ class CommunicationRule:
             siblings[known.siblings][key] = seconds
             trend = self._history.update(known.history, seconds)
             if trend.slow:
-                judged.slow[key] = trend.factor
+                losing = seconds * (1 - 1 / trend.factor) > self._least_loss_s
+                clear = trend.factor >= LEAST_FACTOR and losing
+                (judged.slow if clear else judged.drifting)[key] = trend.factor
             elif trend.checks >= RISING_CHECKS:
                 judged.maybe.add(key)
         for name, group_seconds in siblings.items():
@@ -197,6 +216,8 @@ class CommunicationRule:
                 judged.unknown |= {
                     key for key in group_seconds if not self._history.knows(self._know(key).history)
                 }
+        if 2 * len(judged.slow.keys() | judged.drifting.keys()) > len(reported):
+            judged.slow = judged.drifting | judged.slow
         judged.maybe -= judged.slow.keys()
         judged.unknown -= judged.slow.keys()
         return judged
@@ -220,6 +241,10 @@ class CommunicationRule:
             siblings = f"{key.kind} of {len(key.ranks)} ranks on {places} hosts"
             known = self._known[key] = _Known(len(self._known), siblings, f"{key.kind} {key.ranks}")
         return known
+
+
+def _floors(least_loss_s: float) -> dict[str, Any]:
+    return {"relative_floor": LEAST_FACTOR - 1, "absolute_floor_s": least_loss_s}
 
 
 def _key(plain: Sequence[Any]) -> _Key:

@@ -164,14 +164,14 @@ class StragglerRule:
 
     @classmethod
     def from_state(
-        cls, state: Mapping[str, Any], kappa: float = 5.0, *, groups: int = 1
+        cls, state: Mapping[str, Any], kappa: float = 5.0, **settings: Any
     ) -> StragglerRule:
-        """Continue from what `state` returned; sensitivity is given anew.
+        """Continue from what `state` returned; sensitivity is given anew, as to the constructor.
 
         Raises:
             ScoutError: not such a state.
         """
-        rule = cls(kappa, groups=groups)
+        rule = cls(kappa, **settings)
         if state.get("schema") != STATE_SCHEMA:
             raise ScoutError(
                 f"straggler state has schema {state.get('schema')!r}, not {STATE_SCHEMA!r}; "

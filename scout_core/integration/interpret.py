@@ -16,10 +16,12 @@ from scout_core.decision.narrate import Scene
 from scout_core.decision.qualification import Qualification
 from scout_core.decision.straggler import StragglerRule
 from scout_core.decision.topology import LayoutName, Topology
+from scout_core.evidence.clock import CpuClock
 from scout_core.integration.check import Repeated, Result, WorkGroups, dissent_finding
 from scout_core.integration.ledger import stamped
 
-LEAST_SLOWDOWN = 1.05  # a machine that warms up or has other guests drifts by less
+LEAST_SLOWDOWN = 1.05  # by less all devices of a job drift together
+LEAST_SLOWDOWN_OF_CPUS = 1.08  # the same where ranks and other guests share caches and clocks
 MAX_ABSENCES = 3  # turns in a row in which no rank has a call: the recipe is then retired
 
 
@@ -77,6 +79,8 @@ class Interpreter:
         self._rule = StragglerRule(kappa, groups=self._num_groups)
         self._trend = SlowdownRule()
         self._compares = compares
+        on_cpu = compares == CpuClock.compares
+        self._least_slowdown = LEAST_SLOWDOWN_OF_CPUS if on_cpu else LEAST_SLOWDOWN
         self._said: set[str] = set()
         self._absences: dict[str, int] = {}
 
@@ -155,7 +159,7 @@ class Interpreter:
                 continue
             recipe = _timed_recipe(result, peers)
             trend = self._trend.update(recipe, statistics.median(times.values()))
-            if trend.slow and trend.factor >= LEAST_SLOWDOWN:
+            if trend.slow and trend.factor >= self._least_slowdown:
                 incidents.append(
                     narrate.group_slowdown(times, trend.factor, trend.checks, self._compares, scene)
                 )

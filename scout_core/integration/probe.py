@@ -16,7 +16,7 @@ import torch
 from scout_core.config import ScoutConfig
 from scout_core.decision import alltoall_verdict, localize_incident, rotation
 from scout_core.decision.alltoall_verdict import Exchanged, Pair
-from scout_core.decision.communication import CommunicationRule, GroupTiming
+from scout_core.decision.communication import LEAST_LOSS_S, CommunicationRule, GroupTiming
 from scout_core.decision.labels import Outcome
 from scout_core.decision.topology import LayoutName, Topology
 from scout_core.errors import ScoutError
@@ -30,6 +30,7 @@ from scout_core.integration.ledger import stamped
 from scout_core.report.events import now
 
 REPEATS = 3  # the fastest counts
+LEAST_LOSS_ON_CPU_S = 2e-3  # ranks wait that long for a core of their machine
 MAX_ROUNDS = 12  # probes in a row while a slow group is not confirmed yet
 PROBE = "probe"  # what shows a slow link or machine, and later clears it
 ALL_TO_ALL_KINDS = {"d": "dp", "s": "fsdp", "t": "tp", "p": "pp", "c": "cp", "e": "ep"}
@@ -82,7 +83,8 @@ class Probe:
         self._slow_ranks = slow_ranks
         self._config = config
         self._elements = max(1, config.communication.probe_bytes // 4)
-        self.rule = CommunicationRule(topology, config.kappa)
+        self._least_loss_s = LEAST_LOSS_ON_CPU_S if device.type == "cpu" else LEAST_LOSS_S
+        self.rule = CommunicationRule(topology, config.kappa, self._least_loss_s)
         """What is remembered between rounds."""
         self.waves = waves_of(topology)
         for wave in self.waves:
@@ -122,7 +124,8 @@ class Probe:
         Raises:
             ScoutError: not such a state.
         """
-        self.rule = CommunicationRule.from_state(state, self._topology, self._config.kappa)
+        kappa, least_loss_s = self._config.kappa, self._least_loss_s
+        self.rule = CommunicationRule.from_state(state, self._topology, kappa, least_loss_s)
 
     def on_step_end(self, step: int) -> Told | None:
         """Time every group when it is due, and again while a slow one is not confirmed yet."""
