@@ -45,13 +45,15 @@ def expert_layout(ranks: int, axis: str) -> Topology:
     return Topology.from_coordinates([Coordinate(d=rank) for rank in range(ranks)], places)
 
 
-def one_of_each_group(draw: random.Random, ranks: int, step: int) -> tuple[FaultAt, FaultAt]:
-    """A faulty rank in each of the two groups of expert replicas.
+def each_rank_in_turn(draw: random.Random, ranks: int, step: int) -> list[tuple[FaultAt, ...]]:
+    """Faults of as many runs as it takes, one of each of the two groups of expert replicas a run.
 
-    They do not exchange tokens with each other: of two such faults at once nobody can be named.
+    The two do not exchange tokens with each other: of two such at once nobody can be named.
     """
-    first, second = (2 * pair + e for e, pair in enumerate(draw.sample(range(ranks // 2), 2)))
-    return tuple(draw_fault(draw, r, draw.choice(ROWS), step) for r in (first, second))  # type: ignore[return-value]
+    pairs = draw.sample(range(ranks // 2), ranks // 2)
+    others = pairs[1:] + pairs[:1]
+    runs = [(2 * pair, 2 * other + 1) for pair, other in zip(pairs, others, strict=True)]
+    return [tuple(draw_fault(draw, r, draw.choice(ROWS), step) for r in faulty) for faulty in runs]
 
 
 def assert_named(faults: tuple[FaultAt, ...], incidents: list[Incident]) -> None:
@@ -85,7 +87,7 @@ def test_deepspeeds_experts_on_each_rank_in_turn(tmp_path: pathlib.Path) -> None
 
 
 @needs("torchtitan")
-def test_torchtitans_experts(tmp_path: pathlib.Path) -> None:
+def test_torchtitans_experts_on_each_rank_in_turn(tmp_path: pathlib.Path) -> None:
     from integration_tests.test_torchtitan import MOE, QUIET, job
     from integration_tests.torchtitan_assets import make_assets
     from integration_tests.torchtitan_harness import TitanServer
@@ -98,18 +100,19 @@ def test_torchtitans_experts(tmp_path: pathlib.Path) -> None:
     )
     topology = expert_layout(6, "s")
     path = moe_frameworks.write(tmp_path / "experts.json", kernels, topology, ROWS)
-    faults = one_of_each_group(draw, 6, step=1)
     more = (QUIET, f"--scout.experts.catalogue={path}", f"--training.steps={3 + len(ROWS)}")
-    breaks = tuple(Break(fault) for fault in faults)
     with TitanServer() as server:
         assets = make_assets(tmp_path / "assets")
-        broken = server.run(job(layout, assets, tmp_path, *more, breaks=breaks))
-    assert "4 representatives of 4 shapes" in broken.ranks[0].coverage
-    assert_named(faults, broken.ranks[0].incidents)
+        for number, faults in enumerate(each_rank_in_turn(draw, 6, step=1)):
+            breaks = tuple(Break(fault) for fault in faults)
+            folder = tmp_path / str(number)
+            broken = server.run(job(layout, assets, folder, *more, breaks=breaks))
+            assert "4 representatives of 4 shapes" in broken.ranks[0].coverage
+            assert_named(faults, broken.ranks[0].incidents)
 
 
 @needs("megatron")
-def test_megatrons_experts(tmp_path: pathlib.Path) -> None:
+def test_megatrons_experts_on_each_rank_in_turn(tmp_path: pathlib.Path) -> None:
     from integration_tests.megatron_cases import LAYOUTS, QUIET, Job
     from integration_tests.megatron_harness import MegatronServer
 
@@ -122,12 +125,14 @@ def test_megatrons_experts(tmp_path: pathlib.Path) -> None:
     )
     topology = expert_layout(layout.ranks, "d")
     path = moe_frameworks.write(tmp_path / "experts.json", kernels, topology, ROWS)
-    faults = one_of_each_group(draw, layout.ranks, step=1)
     scout = {**QUIET, "experts": {"catalogue": path}}
     steps = 2 + len(ROWS)
     with MegatronServer() as server:
-        job = Job(layout, str(tmp_path), scout, steps, draw.randrange(1 << 16), faults)
-        broken = server.run(job)
-    assert not any("replayed itself" in gap for gap in broken.ranks[0].not_covered)
-    assert len([r for r in broken.ranks[0].recipes if r.startswith("expert:")]) == 1 + len(ROWS)
-    assert_named(faults, broken.ranks[0].incidents)
+        for number, faults in enumerate(each_rank_in_turn(draw, layout.ranks, step=1)):
+            folder = str(tmp_path / str(number))
+            job = Job(layout, folder, scout, steps, draw.randrange(1 << 16), faults)
+            seen = server.run(job).ranks[0]
+            assert not any("replayed itself" in gap for gap in seen.not_covered)
+            expert_recipes = [r for r in seen.recipes if r.startswith("expert:")]
+            assert len(expert_recipes) == 1 + len(ROWS)
+            assert_named(faults, seen.incidents)
