@@ -127,11 +127,22 @@ def _rank_main(pipe: Connection, rank: int, job: _Job, port: int) -> None:
                 world_size=job.world_size,
                 timeout=datetime.timedelta(seconds=job.timeout_s),
             )
+            _meet(job)
         pipe.send((True, job.body(rank, *job.args)))
     except BaseException:  # noqa: BLE001 -- the parent reports it with the rank's number
         pipe.send((False, traceback.format_exc()))
     pipe.close()
     time.sleep(job.timeout_s)  # the parent ends this process when all results are in
+
+
+def _meet(job: _Job) -> None:
+    """Wait until all ranks are connected: one that dies before that would fail the others."""
+    import torch.distributed as dist
+
+    store = dist.FileStore(f"{job.store}-met", job.world_size)
+    store.add("met", 1)
+    while store.add("met", 0) < job.world_size and time.monotonic() < job.deadline:
+        time.sleep(0.002)
 
 
 def _collect(
