@@ -139,7 +139,7 @@ def _meet(job: _Job) -> None:
     """Wait until all ranks are connected: one that dies before that would fail the others."""
     import torch.distributed as dist
 
-    store = dist.FileStore(f"{job.store}-met", job.world_size)
+    store = dist.FileStore(f"{job.store}-met", job.world_size)  # type: ignore[attr-defined]
     store.add("met", 1)
     while store.add("met", 0) < job.world_size and time.monotonic() < job.deadline:
         time.sleep(0.002)
