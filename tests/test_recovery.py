@@ -15,7 +15,13 @@ from scout_core.errors import ScoutError
 from scout_core.evidence.exchange import LocalExchange, LocalHall
 from scout_core.integration import recovery
 from scout_core.integration.gate_service import GateService
-from scout_core.integration.recovery import CommandRecovery, RecoveryConfig, load_recovery, recover
+from scout_core.integration.recovery import (
+    CommandRecovery,
+    RecoveryConfig,
+    act,
+    answer,
+    load_recovery,
+)
 from scout_core.integration.saves import Job
 from scout_core.integration.trust_record import TrustStore
 
@@ -89,7 +95,8 @@ def test_each_kind_leads_to_its_checkpoint_and_each_action_to_its_method(
     gate: GateService, kind: Kind, action: Action, choice: str, step: int
 ) -> None:
     site = Site()
-    after = recover(site, incident(kind, action), gate)
+    after = answer(site, incident(kind, action), gate)
+    act(site, after)
     path = str(gate.folder / f"step-{step}")
     assert after.checkpoint == CheckpointChoice(choice, step, path)
     called = {Action.REPLACE_MACHINE: 1, Action.RESTART_IN_PLACE: 1}.get(action, 0)
@@ -104,7 +111,7 @@ def test_each_kind_leads_to_its_checkpoint_and_each_action_to_its_method(
 def test_why_a_job_stops_is_kept_for_its_next_start(
     gate: GateService, action: Action, failure: Failure
 ) -> None:
-    recover(Site(), incident(Kind.STRAGGLER, action), gate)
+    act(Site(), answer(Site(), incident(Kind.STRAGGLER, action), gate))
     assert TrustStore(gate.folder).load().failure is failure
 
 

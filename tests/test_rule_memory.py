@@ -91,7 +91,7 @@ def test_other_addresses_machines_or_devices_start_anew(
     assert job(tmp_path, 0, other) == [(0, 0, [])] * RANKS
 
 
-@pytest.mark.parametrize("damage", ["gone", "other", "no json", "no counter"])
+@pytest.mark.parametrize("damage", ["gone", "other", "no json", "no counter", "odd"])
 def test_when_one_rank_lacks_its_file_no_rank_takes_up_anything(
     tmp_path: pathlib.Path, damage: str
 ) -> None:
@@ -106,10 +106,11 @@ def test_when_one_rank_lacks_its_file_no_rank_takes_up_anything(
     elif damage == "no json":
         file.write_text(file.read_text()[:-5])
     else:
-        file.write_text(json.dumps({**plain, "rules": {"counter": {}}}))
+        state = [] if damage == "odd" else {}
+        file.write_text(json.dumps({**plain, "rules": {"counter": state}}))
     found = job(tmp_path, 0)
     assert [each[:2] for each in found] == [(0, 0)] * RANKS
-    said = damage in ("no json", "no counter")
+    said = damage in ("no json", "no counter", "odd")
     assert found[rank][2] == ["rules_not_taken_up"] * said
 
 

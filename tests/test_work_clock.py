@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from scout_core.evidence import work_clock
 from scout_core.evidence.capture import around_calls, before_calls
 from scout_core.evidence.work_clock import MOST_MICRO_BATCHES, StepWork, WorkClock
 
@@ -127,6 +129,24 @@ def test_an_error_in_a_hook_ends_the_window_and_never_the_training() -> None:
     with pytest.raises(RuntimeError, match="not to be looked at"):
         clock.close()
     assert not clock.is_open
+
+
+def test_an_error_after_a_forward_pass_ends_the_window_and_never_the_training(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def start(device: torch.device) -> Callable[[], Callable[[], float]]:
+        def end() -> Callable[[], float]:
+            raise RuntimeError("no event left")
+
+        return end
+
+    monkeypatch.setattr(work_clock, "_start", start)
+    model = blocks(1)
+    clock = WorkClock(list(model), CPU)
+    clock.open()
+    assert run(model, torch.randn(1, 1, 8)).shape == (1, 1, 8)
+    with pytest.raises(RuntimeError, match="no event left"):
+        clock.close()
 
 
 def test_training_is_the_same_bit_by_bit() -> None:

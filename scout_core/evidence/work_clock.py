@@ -132,9 +132,13 @@ class WorkClock:
 
     def _after(self, number: int) -> Callable[[Any], None]:
         def after(begun: Any) -> None:
-            if begun is not None:
-                spans, end = begun
+            if begun is None:
+                return
+            spans, end = begun
+            try:
                 spans.append(end())
+            except Exception as error:  # noqa: BLE001 -- guard: a hook of SCOUT never raises
+                self._error = error
 
         return after
 

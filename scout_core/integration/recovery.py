@@ -98,17 +98,6 @@ def act(recovery: Recovery, incident: Incident) -> None:
         recovery.replace_machine(incident)
 
 
-def recover(recovery: Recovery, incident: Incident, gate: Gate) -> Incident:
-    """Answer an incident and act on it at once.
-
-    Raises:
-        SystemExit: the recovery ends this process.
-    """
-    answered = answer(recovery, incident, gate)
-    act(recovery, answered)
-    return answered
-
-
 class Commands(BaseModel):
     """What to run for one action."""
 

@@ -21,6 +21,7 @@ from scout_core.integration.record_keeper import Emit
 
 FOLDER = "rules"
 _SCHEMA = "scout.rules/1"
+_UNREADABLE = (KeyError, TypeError, ValueError, AttributeError)  # what odd JSON values raise
 SAVE_CHECKS = 20  # checks between two savings; a kill loses what was learned since
 
 
@@ -95,7 +96,7 @@ class RuleMemory:
             if found is not None:
                 for name, learner in self._learners.items():
                     learner.take_up(found["rules"][name])
-        except ScoutError as error:
+        except (ScoutError, *_UNREADABLE) as error:
             self._emit("rules_not_taken_up", error=str(error))
             mine = 0
         told = exchange.all_gather(str(mine).encode(), tuple(range(exchange.world_size)))
@@ -113,6 +114,6 @@ class RuleMemory:
             return plain if usable and int(plain["checks"]) > 0 else None
         except FileNotFoundError:
             return None
-        except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
+        except (OSError, *_UNREADABLE) as error:
             self._emit("rules_not_taken_up", error=repr(error))
             return None
